@@ -1,0 +1,1 @@
+"""MACs, parameters, throughput and memory of any timm model."""

@@ -1,0 +1,1 @@
+"""Training: run configuration, data, the loop, checkpoints, evaluation. Works on any timm model."""
