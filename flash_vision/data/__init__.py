@@ -1,0 +1,1 @@
+"""Data sets on disk: class folders and WebDataset shards."""

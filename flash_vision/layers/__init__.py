@@ -1,0 +1,19 @@
+"""Modules that own parameters: the gated units, their positions, and the windows they run on."""
+
+from flash_vision.layers.block import GatedBlock
+from flash_vision.layers.gau import GatedAttentionUnit, MixedChunkUnit
+from flash_vision.layers.glu import GatedLinearUnit
+from flash_vision.layers.position import RelativePositionBias
+from flash_vision.layers.scale_offset import ScaleOffset
+from flash_vision.layers.windows import TokenContext, TokenWindows
+
+__all__ = [
+    "GatedAttentionUnit",
+    "GatedBlock",
+    "GatedLinearUnit",
+    "MixedChunkUnit",
+    "RelativePositionBias",
+    "ScaleOffset",
+    "TokenContext",
+    "TokenWindows",
+]

@@ -1,0 +1,40 @@
+"""The residual block around a gated unit."""
+
+from typing import Optional
+
+from timm.layers import DropPath, LayerNorm, LayerScale
+from torch import Tensor, nn
+
+from flash_vision.layers.windows import TokenContext
+
+
+class GatedBlock(nn.Module):
+    """X + DropPath(LayerScale(unit(norm(X)))), pre-norm; two of these stand where a ViT has one block.
+
+    Args:
+        dim: width C.
+        unit: GatedAttentionUnit, MixedChunkUnit or GatedLinearUnit.
+        init_values: start of LayerScale (2103.17239); None for no LayerScale.
+        drop_path: fraction of samples that skip the unit in training.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        unit: nn.Module,
+        *,
+        init_values: Optional[float] = None,
+        drop_path: float = 0.0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.norm = LayerNorm(dim, **dd)
+        self.unit = unit
+        self.ls = LayerScale(dim, init_values=init_values, **dd) if init_values is not None else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        """(B, G, P, C) to the same."""
+        return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

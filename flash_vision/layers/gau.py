@@ -1,0 +1,252 @@
+"""Gated attention units: quadratic, and mixed chunk over 2-D windows.
+
+Letters: B batch, G windows, P tokens in a window, C width, E = expansion * C, S query/key channels.
+Tokens come and go in window-major order (B, G, P, C). With several heads S and E are split between them, which costs
+two layout changes that a single head does not have.
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import RmsNorm
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from flash_vision.layers.position import RelativePositionBias
+from flash_vision.layers.scale_offset import ScaleOffset
+from flash_vision.layers.windows import TokenContext
+from flash_vision.ops.attention import DIVISORS, GLOBAL_FNS, SCORE_FNS, linear_attention, quadratic_attention
+from flash_vision.ops.position import rotate
+from flash_vision.ops.windows import merge_windows, partition_windows
+
+BRANCHES = ("both", "local", "global")
+BRANCH_NORMS = ("none", "scale", "rms")
+
+
+def _check_choice(name: str, value: str, choices: Tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, G, P, D) to (B, heads, G, P, D / heads); a view."""
+    if num_heads == 1:
+        return x.unsqueeze(1)
+    return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).permute(0, 3, 1, 2, 4)
+
+
+def _merge_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, heads, G, P, D) to (B, G, P, heads * D); a view for one head."""
+    if num_heads == 1:
+        return x.squeeze(1)
+    return x.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+@register_notrace_module
+class GatedAttentionUnit(nn.Module):
+    """O = (U * (A V)) Wo with U = SiLU(X Wu), V = SiLU(X Wv), A = score(Q K^T + b) inside each window.
+
+    Q and K are two affine roles of one base Z = SiLU(X Wz) (FLASH, 2202.10447, section 3.1). With one window over the
+    whole grid this is FLASH-Quad, with smaller ones window attention. Differs from the paper in the choice of
+    score and divisor, which `ops.attention.attention_weights` defines, and in the optional convolution.
+
+    Args:
+        dim: width C.
+        num_roles: affine roles made of the base; a subclass that mixes in more ways takes more.
+        expansion: E / C.
+        qk_dim: S, over all heads.
+        num_heads: heads that S and E are split between; the paper's claim is that a gate makes one enough.
+        score_fn: "relu2", "laplace" or "softmax".
+        divisor: "inside" (the paper's score(q k / n)) or "outside" (score(q k / sqrt(S)) / n).
+        gate: False drops U, for ablation.
+        bias_window: nominal (rows, columns) of the relative position bias in tokens; None for no bias.
+        value_conv: add a depthwise 3x3 convolution of V, a local position term. It needs raster order: two token
+            permutations in every layer.
+
+    Raises:
+        ValueError: for a name or number out of range.
+
+    Cost:
+        3 C E + C S + P (S + E) MACs a token.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_roles: int = 2,
+        expansion: float = 2.0,
+        qk_dim: int = 128,
+        num_heads: int = 1,
+        score_fn: str = "relu2",
+        divisor: str = "outside",
+        gate: bool = True,
+        bias_window: Optional[Tuple[int, int]] = None,
+        value_conv: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        hidden_dim = int(dim * expansion)
+        _check_choice("score_fn", score_fn, SCORE_FNS)
+        _check_choice("divisor", divisor, DIVISORS)
+        if score_fn == "softmax" and divisor == "inside":
+            raise ValueError("divisor must be 'outside' with score_fn='softmax', whose sum stands in for n")
+        if qk_dim < 1:
+            raise ValueError(f"qk_dim must be at least 1, got {qk_dim}")
+        if hidden_dim < 1:
+            raise ValueError(f"dim * expansion must be at least 1, got {dim} * {expansion}")
+        if num_heads < 1 or qk_dim % num_heads or hidden_dim % num_heads:
+            raise ValueError(
+                f"num_heads must divide qk_dim and dim * expansion, got {num_heads} for {qk_dim} and {hidden_dim}"
+            )
+        self.num_heads = num_heads
+        self.score_fn = score_fn
+        self.divisor = divisor
+        self.gate = nn.Linear(dim, hidden_dim, **dd) if gate else None
+        self.value = nn.Linear(dim, hidden_dim, **dd)
+        self.base = nn.Linear(dim, qk_dim, **dd)
+        self.scale_offset = ScaleOffset(qk_dim, num_roles, **dd)
+        self.position_bias = RelativePositionBias(bias_window, num_heads, **dd) if bias_window is not None else None
+        self.value_conv = (
+            nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, **dd) if value_conv else None
+        )
+        self.proj = nn.Linear(hidden_dim, dim, **dd)
+
+    def _roles(self, base: Tensor, context: TokenContext) -> List[Tensor]:
+        """(B, G, P, S) to one (B, heads, G, P, S / heads) for each role."""
+        roles: List[Tensor] = []
+        for role in self.scale_offset(base):
+            role = _split_heads(role, self.num_heads)
+            rotary = context.rotary
+            if rotary is not None:
+                role = rotate(role, rotary[0], rotary[1])
+            roles.append(role)
+        return roles
+
+    def _local(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext, scale: Optional[Tensor] = None) -> Tensor:
+        """Quadratic attention inside each window: (B, heads, G, P, E / heads)."""
+        bias: Optional[Tensor] = None
+        if self.position_bias is not None:
+            bias = self.position_bias(context.relative_index)
+        return quadratic_attention(q, k, v, bias, context.key_mask, scale, score_fn=self.score_fn, divisor=self.divisor)
+
+    def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+        """Mix the tokens: base (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
+        q, k = self._roles(base, context)
+        return _merge_heads(self._local(q, k, _split_heads(value, self.num_heads), context), self.num_heads)
+
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        """(B, G, P, C), normed, to the residual (B, G, P, C)."""
+        value = F.silu(self.value(x))
+        mixed = self.mix(F.silu(self.base(x)), value, context)
+        if self.value_conv is not None:
+            raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
+            mixed = mixed + partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
+        if self.gate is not None:
+            mixed = mixed * F.silu(self.gate(x))
+        return self.proj(mixed)
+
+
+@register_notrace_module
+class MixedChunkUnit(GatedAttentionUnit):
+    """O = (U * (local + global)) Wo: quadratic attention inside windows, linear attention between all of them.
+
+    Two affine roles of one base for each branch; one V and one gate for both (FLASH, 2202.10447, section 3.2,
+    non-causal). The paper's chunks are 1-D; here they are 2-D windows.
+
+    Args:
+        global_fn: "plain" (the paper's), "inline" or "elu1", see `ops.attention.linear_attention`.
+        branches: "both", or "local" or "global" alone, for ablation.
+        branch_norm: balance of the branches: "none" (the paper's), "scale" (one learned factor for each branch and
+            head) or "rms" (an RMS norm over E for each branch).
+        others: as in `GatedAttentionUnit`.
+
+    Raises:
+        ValueError: for a name or number out of range.
+
+    Cost:
+        3 C E + C S + P (S + E) + 2 S E MACs a token.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        expansion: float = 2.0,
+        qk_dim: int = 128,
+        num_heads: int = 1,
+        score_fn: str = "relu2",
+        divisor: str = "outside",
+        global_fn: str = "plain",
+        branches: str = "both",
+        branch_norm: str = "none",
+        gate: bool = True,
+        bias_window: Optional[Tuple[int, int]] = None,
+        value_conv: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        _check_choice("global_fn", global_fn, GLOBAL_FNS)
+        _check_choice("branches", branches, BRANCHES)
+        _check_choice("branch_norm", branch_norm, BRANCH_NORMS)
+        super().__init__(
+            dim,
+            num_roles=4 if branches == "both" else 2,
+            expansion=expansion,
+            qk_dim=qk_dim,
+            num_heads=num_heads,
+            score_fn=score_fn,
+            divisor=divisor,
+            gate=gate,
+            bias_window=bias_window if branches != "global" else None,
+            value_conv=value_conv,
+            device=device,
+            dtype=dtype,
+        )
+        self.global_fn = global_fn
+        self.has_local = branches != "global"
+        self.has_global = branches != "local"
+        for name, present in (("local", self.has_local), ("global", self.has_global)):
+            factor = torch.empty(num_heads, device=device, dtype=dtype)
+            scale = nn.Parameter(factor) if present and branch_norm == "scale" else None
+            self.register_parameter(f"{name}_scale", scale)
+            has_norm = present and branch_norm == "rms"
+            norm = RmsNorm(self.value.out_features, device=device, dtype=dtype) if has_norm else nn.Identity()
+            self.add_module(f"{name}_norm", norm)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Both branch factors 1."""
+        for scale in (self.local_scale, self.global_scale):
+            if scale is not None:
+                nn.init.ones_(scale)
+
+    def _global(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
+        """Linear attention over the tokens of all windows: (B, heads, G, P, E / heads)."""
+        mask, scale = context.key_mask, self.global_scale
+        out = linear_attention(
+            q.flatten(2, 3),
+            k.flatten(2, 3),
+            v.flatten(2, 3),
+            mask.flatten() if mask is not None else None,
+            scale.view(-1, 1, 1) if scale is not None else None,
+            global_fn=self.global_fn,
+        )
+        return out.unflatten(2, (v.shape[2], v.shape[3]))
+
+    def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
+        """Mix the tokens: base (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
+        roles = self._roles(base, context)
+        v = _split_heads(value, self.num_heads)
+        mixed: Optional[Tensor] = None
+        if self.has_local:
+            scale = self.local_scale.view(-1, 1, 1, 1) if self.local_scale is not None else None
+            mixed = self.local_norm(_merge_heads(self._local(roles[0], roles[1], v, context, scale), self.num_heads))
+        if self.has_global:
+            between = self.global_norm(_merge_heads(self._global(roles[-2], roles[-1], v, context), self.num_heads))
+            mixed = between if mixed is None else mixed + between
+        assert mixed is not None
+        return mixed

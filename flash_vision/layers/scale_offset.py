@@ -1,0 +1,38 @@
+"""Affine roles of one shared base."""
+
+from typing import List
+
+import torch
+from torch import Tensor, nn
+
+
+class ScaleOffset(nn.Module):
+    """Role i of a base Z is gamma_i * Z + beta_i (FLASH, 2202.10447, section 3.1).
+
+    Starts as the identity (gamma 1, beta 0); the published init is gamma ~ N(0, .02), see `init_weights` of the
+    models. Under it a relu2 branch starts near 1e-11, which float16 does not hold.
+
+    Args:
+        dim: channels S of the base.
+        num_roles: queries and keys to make of it.
+    """
+
+    def __init__(self, dim: int, num_roles: int, *, device=None, dtype=None) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.gamma = nn.Parameter(torch.empty(num_roles, dim, **dd))
+        self.beta = nn.Parameter(torch.empty(num_roles, dim, **dd))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """gamma 1, beta 0."""
+        nn.init.ones_(self.gamma)
+        nn.init.zeros_(self.beta)
+
+    def forward(self, base: Tensor) -> List[Tensor]:
+        """(..., S) to `num_roles` tensors (..., S)."""
+        gammas, betas = self.gamma.to(base.dtype).unbind(0), self.beta.to(base.dtype).unbind(0)
+        return [torch.addcmul(beta, base, gamma) for gamma, beta in zip(gammas, betas)]  # noqa: B905 (TorchScript)
+
+    def extra_repr(self) -> str:
+        return f"num_roles={self.gamma.shape[0]}, dim={self.gamma.shape[1]}"

@@ -1,0 +1,157 @@
+"""MACs against image size: a table and a plot with the sizes at which two models cross."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flash_vision.profiling.build import build_model, example_input, first_line
+from flash_vision.profiling.macs import MacReport, count_module
+
+SIZES = (160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """`model` costs less than `peer` above (or, if `below`, below) `img_size` pixels, at `macs` MACs."""
+
+    model: str
+    peer: str
+    img_size: float
+    macs: float
+    below: bool
+
+
+def scaling_rows(models: Sequence[str], img_sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
+    """Counts each model at each square image size on the meta device.
+
+    Args:
+        models: timm names.
+        img_sizes: sides in pixels.
+
+    Returns:
+        One row per model and size: `model`, `img_size`, `macs`, `params`, a column per part, `status` ("ok", or what
+        the model said to the size, with blank counts).
+
+    Raises:
+        ValueError: unknown model, or no size given.
+    """
+    if not img_sizes:
+        raise ValueError("img_sizes must name at least one size, got none")
+    rows = []
+    for name in models:
+        for size in sorted(img_sizes):
+            row: dict[str, Any] = {"model": name, "img_size": size, "macs": None, "params": None}
+            try:
+                report = _count(name, size)
+            except (RuntimeError, AssertionError, ValueError, IndexError) as error:
+                if "timm model name" in str(error):
+                    raise
+                rows.append({**row, "status": first_line(error)})
+                continue
+            parts = {f"macs_{part}": macs for part, macs in report.by_part.items()}
+            rows.append({**row, "macs": report.macs, "params": report.params, **parts, "status": "ok"})
+    return rows
+
+
+def _count(name: str, size: int) -> MacReport:
+    model = build_model(name, img_size=size, device="meta")
+    return count_module(model, example_input(model, size, device="meta"), name=name, trace=False)
+
+
+def crossovers(rows: Sequence[dict[str, Any]], model: str) -> list[Crossover]:
+    """The sizes at which `model` and each other model cost the same, interpolated between rows on log axes."""
+    curves = _curves(rows)
+    found = []
+    for peer in curves:
+        if peer == model:
+            continue
+        shared = [s for s in curves[model] if s in curves[peer]]
+        gaps = [math.log(curves[model][s] / curves[peer][s]) for s in shared]
+        for i, (left, right) in enumerate(zip(gaps, gaps[1:], strict=False)):
+            if left * right < 0 or (left == 0 and right != 0 and i > 0):
+                share = left / (left - right)
+                size = math.exp(_between(math.log(shared[i]), math.log(shared[i + 1]), share))
+                low, high = curves[model][shared[i]], curves[model][shared[i + 1]]
+                macs = math.exp(_between(math.log(low), math.log(high), share))
+                found.append(Crossover(model, peer, size, macs, below=right > 0))
+    return found
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + share * (high - low)
+
+
+def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, int]]:
+    curves: dict[str, dict[int, int]] = {row["model"]: {} for row in rows}
+    for row in rows:
+        if row["macs"]:
+            curves[row["model"]][row["img_size"]] = row["macs"]
+    return curves
+
+
+def scaling_table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by image size, a column of GMACs per model; blank where a model does not take the size."""
+    curves = _curves(rows)
+    sizes = sorted({row["img_size"] for row in rows})
+    return [{"px": s} | {m: c[s] / 1e9 if s in c else None for m, c in curves.items()} for s in sizes]
+
+
+def plot_scaling(rows: Sequence[dict[str, Any]], model: str, path: str | Path) -> list[Crossover]:
+    """Writes a PNG: GMACs against image size, and how many times the MACs of `model` each peer needs.
+
+    Args:
+        rows: of `scaling_rows`.
+        model: the model whose crossovers are marked.
+        path: target file.
+
+    Returns:
+        The marked crossovers.
+    """
+    from matplotlib.figure import Figure
+
+    curves, crossings = _curves(rows), crossovers(rows, model)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    cost, ratio = figure.subplots(1, 2)
+    for name, curve in curves.items():
+        sizes = list(curve)
+        own = name == model
+        style = {"linewidth": 2.6 if own else 1.5, "marker": "o", "markersize": 3.5, "zorder": 3 if own else 2}
+        (line,) = cost.plot(sizes, [curve[s] / 1e9 for s in sizes], label=name, **style)
+        shared = [s for s in sizes if s in curves[model]]
+        relative = [curve[s] / curves[model][s] for s in shared]
+        ratio.plot(shared, relative, color=line.get_color(), label=name, **style)
+    for i, crossing in enumerate(crossings):
+        label = "costs the same as the peer" if i == 0 else None
+        cost.plot(crossing.img_size, crossing.macs / 1e9, "kx", markersize=9, markeredgewidth=2, zorder=4, label=label)
+        ratio.plot(crossing.img_size, 1, "kx", markersize=9, markeredgewidth=2, zorder=4)
+        offset = (6, 8) if i % 2 else (6, -16)
+        ratio.annotate(f"{crossing.img_size:.0f} px", (crossing.img_size, 1), xytext=offset, textcoords="offset points")
+    cost.set(ylabel="GMACs per image", title="Cost of a forward pass", yscale="log")
+    ratio.set(
+        ylabel=f"MACs over those of {model}", title="Peers relative to ours" if len(curves) > 1 else "", yscale="log"
+    )
+    ratio.set_yticks(*_ratio_ticks(ratio.get_ylim()))
+    ratio.minorticks_off()
+    for axes in (cost, ratio):
+        ticks = [t for t in (160, 224, 384, 512, 768, 1024, 1536, 2048, 4096) if any(t in c for c in curves.values())]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(t) for t in ticks])
+        axes.set_xlabel("image side in pixels")
+        axes.grid(alpha=0.3)
+    cost.legend(fontsize=8)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    return crossings
+
+
+def _ratio_ticks(limits: tuple[float, float]) -> tuple[list[float], list[str]]:
+    ticks = [
+        t
+        for t in (0.1, 0.2, 0.25, 0.33, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+        if limits[0] <= t <= limits[1]
+    ]
+    return ticks, [f"{t:g}" for t in ticks]
