@@ -39,13 +39,14 @@ _OPERATORS = {
     "creation": """empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like
         new_ones full full_like new_full arange linspace scalar_tensor eye fill zero rand randn rand_like randn_like
         randint uniform normal random resize resize_ lift_fresh lift_fresh_copy tensor set meshgrid""",
-    "view": """view reshape flatten unflatten permute transpose t mT mH numpy_T movedim swapaxes squeeze unsqueeze expand
-        expand_as view_as unbind split split_with_sizes chunk tensor_split narrow as_strided detach alias diagonal
+    "view": """view reshape flatten unflatten permute transpose t mT mH numpy_T movedim swapaxes squeeze unsqueeze
+        expand expand_as view_as unbind
+        split split_with_sizes chunk tensor_split narrow as_strided detach alias diagonal
         unsafe_view unsafe_split reshape_alias size Int ScalarImplicit item local_scalar_dense is_nonzero dim
         broadcast_to broadcast_tensors ravel view_as_real view_as_complex conj resolve_conj resolve_neg requires_grad
         result_type data numel stride is_floating_point device dtype
         atleast_1d atleast_2d is_same_size lift sym_size sym_stride sym_numel sym_storage_offset storage_offset
-        is_pinned output_nr version""",
+        is_pinned output_nr version nnpack_available""",
 }
 _KIND_OF = {operator: kind for kind, operators in _OPERATORS.items() for operator in operators.split()}
 

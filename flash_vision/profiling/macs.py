@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class MacReport:
 
     @property
     def opaque_to_fvcore(self) -> tuple[str, ...]:
-        """Python operators (autograd functions, scripted calls) that fvcore cannot look into and torch's counter can."""
+        """Autograd functions and scripted calls, which fvcore cannot look into and torch's counter can."""
         return () if self.trace is None else tuple(sorted(n for n in self.trace.unsupported if n.startswith("prim::")))
 
     def of_kind(self, *kinds: str) -> dict[str, OperatorCost]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_vision.profiling.build import build_model, example_input, first_line
-from flash_vision.profiling.macs import MacReport, count_module
+from tqdm import tqdm
+
+from flash_vision.profiling.build import build_model, check_model_name, example_input, first_line
+from flash_vision.profiling.macs import count_module
 
 SIZES = (160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
@@ -41,25 +44,21 @@ def scaling_rows(models: Sequence[str], img_sizes: Sequence[int] = SIZES) -> lis
     """
     if not img_sizes:
         raise ValueError("img_sizes must name at least one size, got none")
-    rows = []
     for name in models:
-        for size in sorted(img_sizes):
-            row: dict[str, Any] = {"model": name, "img_size": size, "macs": None, "params": None}
-            try:
-                report = _count(name, size)
-            except (RuntimeError, AssertionError, ValueError, IndexError) as error:
-                if "timm model name" in str(error):
-                    raise
-                rows.append({**row, "status": first_line(error)})
-                continue
-            parts = {f"macs_{part}": macs for part, macs in report.by_part.items()}
-            rows.append({**row, "macs": report.macs, "params": report.params, **parts, "status": "ok"})
-    return rows
+        check_model_name(name)
+    pairs = list(itertools.product(models, sorted(img_sizes)))
+    return [_count(name, size) for name, size in tqdm(pairs, desc="counting", disable=None)]
 
 
-def _count(name: str, size: int) -> MacReport:
-    model = build_model(name, img_size=size, device="meta")
-    return count_module(model, example_input(model, size, device="meta"), name=name, trace=False)
+def _count(name: str, size: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": name, "img_size": size, "macs": None, "params": None}
+    try:
+        model = build_model(name, img_size=size, device="meta")
+        report = count_module(model, example_input(model, size, device="meta"), name=name, trace=False)
+    except (RuntimeError, AssertionError, ValueError, IndexError) as error:
+        return {**row, "status": first_line(error)}
+    parts = {f"macs_{part}": macs for part, macs in report.by_part.items()}
+    return {**row, "macs": report.macs, "params": report.params, **parts, "status": "ok"}
 
 
 def crossovers(rows: Sequence[dict[str, Any]], model: str) -> list[Crossover]:
@@ -71,7 +70,7 @@ def crossovers(rows: Sequence[dict[str, Any]], model: str) -> list[Crossover]:
             continue
         shared = [s for s in curves[model] if s in curves[peer]]
         gaps = [math.log(curves[model][s] / curves[peer][s]) for s in shared]
-        for i, (left, right) in enumerate(zip(gaps, gaps[1:], strict=False)):
+        for i, (left, right) in enumerate(itertools.pairwise(gaps)):
             if left * right < 0 or (left == 0 and right != 0 and i > 0):
                 share = left / (left - right)
                 size = math.exp(_between(math.log(shared[i]), math.log(shared[i + 1]), share))
@@ -125,15 +124,13 @@ def plot_scaling(rows: Sequence[dict[str, Any]], model: str, path: str | Path) -
         relative = [curve[s] / curves[model][s] for s in shared]
         ratio.plot(shared, relative, color=line.get_color(), label=name, **style)
     for i, crossing in enumerate(crossings):
-        label = "costs the same as the peer" if i == 0 else None
+        label = "costs the same as a peer" if i == 0 else None
         cost.plot(crossing.img_size, crossing.macs / 1e9, "kx", markersize=9, markeredgewidth=2, zorder=4, label=label)
         ratio.plot(crossing.img_size, 1, "kx", markersize=9, markeredgewidth=2, zorder=4)
         offset = (6, 8) if i % 2 else (6, -16)
         ratio.annotate(f"{crossing.img_size:.0f} px", (crossing.img_size, 1), xytext=offset, textcoords="offset points")
     cost.set(ylabel="GMACs per image", title="Cost of a forward pass", yscale="log")
-    ratio.set(
-        ylabel=f"MACs over those of {model}", title="Peers relative to ours" if len(curves) > 1 else "", yscale="log"
-    )
+    ratio.set(ylabel=f"MACs over those of {model}", title=f"Relative to {model}", yscale="log")
     ratio.set_yticks(*_ratio_ticks(ratio.get_ylim()))
     ratio.minorticks_off()
     for axes in (cost, ratio):
