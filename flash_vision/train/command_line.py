@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -56,6 +57,9 @@ def run_tool(
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s: %(message)s")
     try:
         tool(config_class(**parsed))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` for example, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {_one_line(str(error)) or type(error).__name__}", file=sys.stderr)
         return EXIT_USAGE

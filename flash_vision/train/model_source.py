@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,8 @@ import timm
 import torch
 from safetensors import SafetensorError
 from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
-from timm.models import load_state_dict
+from timm.data.model_config import resolve_input_data_config
+from timm.models import get_model_traits, load_state_dict
 from torch import Tensor, nn
 
 import flash_vision  # noqa: F401  registers the models with timm
@@ -85,6 +87,45 @@ def load_model(source: ModelSource) -> LoadedModel:
         class_names=sidecar.class_names if sidecar else None if source.checkpoint else _imagenet_names(model),
         preprocessing=sidecar.data_config if sidecar else {},
     )
+
+
+def at_size(loaded: LoadedModel, img_size: int | None) -> nn.Module:
+    """The model itself where any input size will do, else a copy of it set to `img_size` pixels square.
+
+    Raises:
+        ValueError: the model cannot take that size.
+    """
+    traits = get_model_traits(loaded.model)
+    if img_size is None or not traits.get("fixed_input_size") or traits.get("img_size") == (img_size, img_size):
+        return loaded.model
+    if not hasattr(loaded.model, "set_input_size"):
+        raise ValueError(f"img_size {img_size}: {loaded.name} takes {traits.get('img_size')} only")
+    model = copy.deepcopy(loaded.model)
+    try:
+        model.set_input_size(img_size=(img_size, img_size))  # pyright: ignore[reportCallIssue]
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"img_size {img_size}: {loaded.name} cannot be set to it ({first_line(error)})") from None
+    return model
+
+
+def preprocessing(
+    loaded: LoadedModel, model: nn.Module, given: dict[str, Any], *, use_test_size: bool = True
+) -> dict[str, Any]:
+    """timm's data config for this model: what is given first, then model.json, then the model's own cfg.
+
+    Args:
+        loaded: what was found beside the weights.
+        model: the network at its input size, see `at_size`.
+        given: `img_size`, `crop_pct`, `crop_mode`, `interpolation`, `mean`, `std`; None where not given.
+        use_test_size: the cfg's test size and crop, where it has others for testing.
+    Returns:
+        `input_size` (channels, height, width) in pixels, `interpolation`, `mean`, `std`, `crop_pct`, `crop_mode`.
+    """
+    args = dict(loaded.preprocessing)
+    if given.get("img_size") is not None:
+        args.pop("input_size", None)
+    args |= {name: value for name, value in given.items() if value is not None}
+    return resolve_input_data_config(model, args, use_test_size=use_test_size)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -8,13 +8,11 @@ are not finite are an error.
 from __future__ import annotations
 
 import contextlib
-import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from timm.data.loader import create_loader
-from timm.data.model_config import resolve_input_data_config
 from timm.data.real_labels import RealLabelsImagenet
 from timm.models import get_model_traits
 from torch import Tensor, nn
@@ -22,7 +20,14 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from flash_vision.train.labelled import ImageSource, open_images, real_labels_for
-from flash_vision.train.model_source import LoadedModel, ModelSource, first_line, load_model, resolve_device
+from flash_vision.train.model_source import (
+    ModelSource,
+    at_size,
+    first_line,
+    load_model,
+    preprocessing,
+    resolve_device,
+)
 
 AmpDtype = Literal["bfloat16", "float16"]
 
@@ -171,10 +176,12 @@ def validate(config: ValidateConfig) -> Report:
         real_labels_for(dataset, config.real_labels, num_classes=loaded.num_classes)  # fails before any work is done
     evaluations = []
     for img_size in _as_list(config.img_size):
-        model = _at_size(loaded, img_size).to(device)
+        model = at_size(loaded, img_size).to(device)
         model = model.to(memory_format=torch.channels_last) if config.channels_last else model
         for crop_pct in _as_list(config.crop_pct):
-            data_config = _data_config(config, loaded, model, img_size=img_size, crop_pct=crop_pct)
+            names = ("crop_mode", "interpolation", "mean", "std")
+            given = {name: getattr(config, name) for name in names} | {"img_size": img_size, "crop_pct": crop_pct}
+            data_config = preprocessing(loaded, model, given, use_test_size=not config.use_train_size)
             real = real_labels_for(dataset, config.real_labels, num_classes=loaded.num_classes)
             evaluations.append(
                 _evaluate(_compiled(model, config.torchcompile), dataset, data_config, config, device, real)
@@ -188,21 +195,6 @@ def validate(config: ValidateConfig) -> Report:
     )
 
 
-def _at_size(loaded: LoadedModel, img_size: int | None) -> nn.Module:
-    """The model itself where any size will do, else a copy of it set to `img_size`."""
-    traits = get_model_traits(loaded.model)
-    if img_size is None or not traits.get("fixed_input_size") or traits.get("img_size") == (img_size, img_size):
-        return loaded.model
-    if not hasattr(loaded.model, "set_input_size"):
-        raise ValueError(f"img_size {img_size}: {loaded.name} takes {traits.get('img_size')} only")
-    model = copy.deepcopy(loaded.model)
-    try:
-        model.set_input_size(img_size=(img_size, img_size))  # pyright: ignore[reportCallIssue]
-    except (AssertionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"img_size {img_size}: {loaded.name} cannot be set to it ({first_line(error)})") from None
-    return model
-
-
 def _compiled(model: nn.Module, backend: str | None) -> nn.Module:
     if backend is None:
         return model
@@ -211,19 +203,6 @@ def _compiled(model: nn.Module, backend: str | None) -> nn.Module:
     compiled = torch.compile(model, backend=backend)
     assert isinstance(compiled, nn.Module)
     return compiled
-
-
-def _data_config(
-    config: ValidateConfig, loaded: LoadedModel, model: nn.Module, *, img_size: int | None, crop_pct: float | None
-) -> dict[str, Any]:
-    """timm's preprocessing for this model: the command line first, then model.json, then the model's own cfg."""
-    given = {name: getattr(config, name) for name in ("crop_mode", "interpolation", "mean", "std")}
-    given |= {"img_size": img_size, "crop_pct": crop_pct}
-    args = dict(loaded.preprocessing)
-    if img_size is not None:
-        args.pop("input_size", None)
-    args |= {name: value for name, value in given.items() if value is not None}
-    return resolve_input_data_config(model, args, use_test_size=not config.use_train_size)
 
 
 def _evaluate(
@@ -260,7 +239,7 @@ def _evaluate(
         for images, targets in _named_errors(loader):
             if config.channels_last:
                 images = images.contiguous(memory_format=torch.channels_last)
-            logits = _forward(model, images, config.amp_dtype)
+            logits = forward(model, images, config.amp_dtype)
             total_loss += _count(result, logits, targets)
             if real is not None:
                 real.add_result(logits)
@@ -273,7 +252,12 @@ def _evaluate(
     return result
 
 
-def _forward(model: nn.Module, images: Tensor, amp_dtype: AmpDtype | None) -> Tensor:
+def forward(model: nn.Module, images: Tensor, amp_dtype: AmpDtype | None) -> Tensor:
+    """Logits (B, num_classes) of images (B, channels, height, width), under autocast to `amp_dtype` where given.
+
+    Raises:
+        ValueError: the model cannot take that size, or the device has too little memory for the batch.
+    """
     context = (
         torch.autocast(images.device.type, dtype=getattr(torch, amp_dtype)) if amp_dtype else contextlib.nullcontext()
     )
