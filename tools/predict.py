@@ -5,10 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+from flash_vision.data.files import write_text
 from flash_vision.train.command_line import run_tool
 from flash_vision.train.picture import save_prediction_grid
 from flash_vision.train.predict import PredictConfig, Prediction, as_rows, decode_file, predict
-from flash_vision.train.reports import to_csv, write_text
+from flash_vision.train.reports import to_csv
 
 
 def main(config: PredictConfig) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
+
+from flash_vision.data.files import written_whole
 
 THUMBNAIL = 224  # pixels
 
@@ -26,7 +27,7 @@ def save_prediction_grid(
     """Writes a grid of the images, each under its predicted class and confidence.
 
     Args:
-        path: PNG file, written through a temporary name and a rename.
+        path: PNG file to write, whole or not at all.
         images: RGB or grey images, at least one, of any size; shown at most 224 pixels wide.
         predicted: class name for each image; long ones are cut.
         confidences: fraction in [0, 1] for each image.
@@ -54,13 +55,8 @@ def save_prediction_grid(
         axis.set_title(caption, fontsize=8, color=colour, parse_math=False)
     if title:
         figure.suptitle(title, fontsize=9, parse_math=False)
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with written_whole(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _cut(name: str, length: int = 22) -> str:

@@ -6,13 +6,13 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_vision import __version__
+from flash_vision.data.files import write_text
 from flash_vision.train.validate import Report, ValidateConfig
 
 
@@ -65,13 +65,3 @@ def to_csv(rows: list[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file through a temporary name and a rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

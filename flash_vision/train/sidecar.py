@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from flash_vision.data.files import write_text
 
 SIDECAR_NAME = "model.json"
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "lanczos", "hamming", "box")
@@ -92,18 +93,8 @@ def sidecar_path(weights: str | Path) -> Path:
 
 
 def write_sidecar(path: str | Path, sidecar: ModelSidecar) -> None:
-    """Writes model.json to `path`, through a temporary name and a rename, so that a reader never sees half of it."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(sidecar), file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Writes model.json to `path`; a reader never sees half of it."""
+    write_text(path, json.dumps(dataclasses.asdict(sidecar), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_sidecar(path: str | Path) -> ModelSidecar:

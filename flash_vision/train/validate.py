@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from flash_vision.train.labelled import ImageSource, open_images, real_labels_for
+from flash_vision.train.labelled import ImageSource, WholeImages, open_images, real_labels_for
 from flash_vision.train.model_source import (
     ModelSource,
     at_size,
@@ -153,7 +153,7 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Report:
-    """All evaluations of one run, with the names that the tables need."""
+    """All evaluations of one run, with the names that the tables need; `files` is None for a stream."""
 
     model: str
     num_parameters: int
@@ -190,7 +190,7 @@ def validate(config: ValidateConfig) -> Report:
         model=loaded.name,
         num_parameters=sum(parameter.numel() for parameter in loaded.model.parameters()),
         class_names=class_names,
-        files=dataset.filenames() if hasattr(dataset, "filenames") else None,
+        files=dataset.filenames() if isinstance(dataset, WholeImages) else None,
         evaluations=evaluations,
     )
 
