@@ -46,4 +46,4 @@ class RelativePositionBias(nn.Module):
         """(P, P) rows of the table to the bias (heads, 1, P, P): the second axis spans the windows."""
         area = relative_index.shape[0]
         bias = self.relative_position_bias_table[relative_index.flatten()]
-        return bias.t().reshape(-1, 1, area, area)
+        return bias.t().reshape(bias.shape[1], 1, area, area)

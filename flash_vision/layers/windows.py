@@ -3,6 +3,7 @@
 from typing import NamedTuple, Optional, Tuple
 
 import torch
+from timm.layers import is_exporting
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
@@ -93,7 +94,8 @@ class TokenWindows(nn.Module):
     def forward(self, x: Tensor) -> Tuple[Tensor, TokenContext]:
         """(B, H, W, C) to (B, G, P, C) and the context of that layout."""
         height, width = x.shape[1], x.shape[2]
-        if height == self.grid_size[0] and width == self.grid_size[1]:
+        # in an export with free sizes this comparison would pin the graph to the nominal grid
+        if not is_exporting() and height == self.grid_size[0] and width == self.grid_size[1]:
             rotary: Optional[Tuple[Tensor, Tensor]] = None
             if self.rotary_cosine is not None and self.rotary_sine is not None:
                 rotary = (self.rotary_cosine, self.rotary_sine)

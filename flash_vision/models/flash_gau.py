@@ -57,6 +57,7 @@ def _check_choice(name: str, value: str, choices: Tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(repr(c) for c in choices)}; got {value!r}")
 
 
+@torch.fx.wrap
 @register_notrace_function
 def _check_image(x: Tensor, patch_height: int, patch_width: int) -> None:
     height, width = x.shape[2], x.shape[3]
@@ -66,6 +67,7 @@ def _check_image(x: Tensor, patch_height: int, patch_width: int) -> None:
         )
 
 
+@torch.fx.wrap
 @register_notrace_function
 def _add_position(x: Tensor, pos_embed: Tensor, grid_height: int, grid_width: int) -> Tensor:
     """x (B, H, W, C) + the learned (1, N, C) of the nominal grid, resampled where the grid is another."""
@@ -73,9 +75,10 @@ def _add_position(x: Tensor, pos_embed: Tensor, grid_height: int, grid_width: in
     resampled = resample_abs_pos_embed(
         pos_embed, new_size=[height, width], old_size=[grid_height, grid_width], num_prefix_tokens=0
     )
-    return x + resampled.view(1, height, width, -1)
+    return x + resampled.view(1, height, width, x.shape[3])
 
 
+@torch.fx.wrap
 @register_notrace_function
 def _add_sincos(x: Tensor, scale: Tensor) -> Tensor:
     """x (B, H, W, C) + scale * sinusoids (the scaled sinusoidal input embedding of 2202.10447, in 2-D)."""

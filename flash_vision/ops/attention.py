@@ -16,9 +16,6 @@ SCORE_FNS = ("relu2", "laplace", "softmax")
 DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline", "elu1")
 
-LAPLACE_MEAN = math.sqrt(0.5)
-LAPLACE_SCALE = math.sqrt(2 * math.pi)  # 1 / (sigma sqrt 2) with sigma = sqrt(1 / (4 pi))
-
 
 def attention_weights(
     q: Tensor,
@@ -26,8 +23,8 @@ def attention_weights(
     attn_bias: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
     *,
-    score_fn: str = "relu2",
-    divisor: str = "outside",
+    score_fn: str,
+    divisor: str,
 ) -> Tensor:
     """A = score(q k / n + b) with divisor "inside", score(q k / sqrt(S) + b) / n with "outside".
 
@@ -49,7 +46,7 @@ def attention_weights(
         M^2 S MACs.
     """
     inside = divisor == "inside"
-    num_keys = float(k.shape[-2])
+    num_keys = k.shape[-2]
     # scaled before the product, so that float16 does not overflow; n^-1 this early would vanish there
     similarity = torch.matmul(q if inside else q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if similarity.dtype == torch.float16 or similarity.dtype == torch.bfloat16:
@@ -69,7 +66,8 @@ def attention_weights(
     if score_fn == "relu2":
         weights = F.relu(similarity).square()
     else:
-        weights = 0.5 + 0.5 * torch.erf((similarity - LAPLACE_MEAN) * LAPLACE_SCALE)
+        # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
+        weights = 0.5 + 0.5 * torch.erf((similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi))
     if inside:
         return weights
     return weights / num_keys if inverse is None else weights * inverse
@@ -93,6 +91,7 @@ def _quadratic(
     return torch.matmul(_scaled(weights, scale).to(v.dtype), v)
 
 
+@torch.fx.wrap
 @register_notrace_function
 def quadratic_attention(
     q: Tensor,
@@ -102,8 +101,8 @@ def quadratic_attention(
     key_mask: Optional[Tensor] = None,
     scale: Optional[Tensor] = None,
     *,
-    score_fn: str = "relu2",
-    divisor: str = "outside",
+    score_fn: str,
+    divisor: str,
 ) -> Tensor:
     """scale * A V with A from `attention_weights`: the local branch, or the whole of a quadratic GAU.
 
@@ -162,6 +161,7 @@ def _linear(
     return torch.matmul(q.to(dtype), covariance.to(dtype)) + _scaled(mean_v, scale).to(dtype)
 
 
+@torch.fx.wrap
 @register_notrace_function
 def linear_attention(
     q: Tensor,
@@ -170,7 +170,7 @@ def linear_attention(
     key_mask: Optional[Tensor] = None,
     scale: Optional[Tensor] = None,
     *,
-    global_fn: str = "plain",
+    global_fn: str,
 ) -> Tensor:
     """Attention by way of sum_j k_j^T v_j, linear in N: the global branch, non-causal.
 

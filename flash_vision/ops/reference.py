@@ -54,8 +54,8 @@ def quadratic_attention(
     attn_bias: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
     *,
-    score_fn: str = "relu2",
-    divisor: str = "outside",
+    score_fn: str,
+    divisor: str,
 ) -> Tensor:
     """A V: (..., M, E), with A from `quadratic_weights`."""
     return quadratic_weights(q, k, attn_bias, key_mask, score_fn, divisor) @ v
@@ -81,9 +81,7 @@ def linear_weights(q: Tensor, k: Tensor, key_mask: Optional[Tensor], global_fn: 
     return products / num_keys
 
 
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor] = None, *, global_fn: str = "plain"
-) -> Tensor:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor] = None, *, global_fn: str) -> Tensor:
     """W V: (..., N, E), with W from `linear_weights`."""
     return linear_weights(q, k, key_mask, global_fn) @ v
 
@@ -97,9 +95,9 @@ def mixed_chunk_attention(
     attn_bias: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
     *,
-    score_fn: str = "relu2",
-    divisor: str = "outside",
-    global_fn: str = "plain",
+    score_fn: str,
+    divisor: str,
+    global_fn: str,
 ) -> Tensor:
     """(block-diagonal local weights + global weights) V over the N = G * P tokens of all windows.
 

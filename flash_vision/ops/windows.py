@@ -71,6 +71,7 @@ def windows_per_axis(layout: WindowLayout) -> Tuple[int, int]:
     return rows, columns
 
 
+@torch.fx.wrap
 @register_notrace_function
 def partition_windows(x: Tensor, layout: WindowLayout) -> Tensor:
     """Raster order to window-major order; tokens added as padding are zero.
@@ -82,6 +83,8 @@ def partition_windows(x: Tensor, layout: WindowLayout) -> Tensor:
     Returns:
         (B, G, P, C), contiguous.
     """
+    if layout.window_height == layout.height and layout.window_width == layout.width:
+        return x.reshape(x.shape[0], 1, layout.height * layout.width, x.shape[3])
     rows, columns = windows_per_axis(layout)
     side_h, side_w = layout.window_height, layout.window_width
     pad_h, pad_w = rows * side_h - layout.height, columns * side_w - layout.width
@@ -92,6 +95,7 @@ def partition_windows(x: Tensor, layout: WindowLayout) -> Tensor:
     return x.reshape(batch, rows * columns, side_h * side_w, channels)
 
 
+@torch.fx.wrap
 @register_notrace_function
 def merge_windows(x: Tensor, layout: WindowLayout) -> Tensor:
     """Window-major order back to raster order, padding cut off: the inverse of `partition_windows`.
@@ -103,6 +107,8 @@ def merge_windows(x: Tensor, layout: WindowLayout) -> Tensor:
     Returns:
         (B, H, W, C).
     """
+    if layout.window_height == layout.height and layout.window_width == layout.width:
+        return x.reshape(x.shape[0], layout.height, layout.width, x.shape[3])
     rows, columns = windows_per_axis(layout)
     side_h, side_w = layout.window_height, layout.window_width
     batch, channels = x.shape[0], x.shape[3]
@@ -116,6 +122,8 @@ def key_mask(layout: WindowLayout, device: Optional[torch.device] = None) -> Opt
 
     Every window holds at least one real token, since padding never fills a whole row or column of windows.
     """
+    if layout.window_height == layout.height and layout.window_width == layout.width:
+        return None
     rows, columns = windows_per_axis(layout)
     if rows * layout.window_height == layout.height and columns * layout.window_width == layout.width:
         return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,7 +116,7 @@ def _summarise(events: list[Any], steps: int, on_gpu: bool) -> Breakdown:
     unknown: set[str] = set()
     kernel_ms = 0.0
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type != DeviceType.CPU:
             kernel_ms += 0.0 if event.is_user_annotation else event.self_device_time_total / 1e3
             continue
         own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps

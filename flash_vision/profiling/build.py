@@ -83,14 +83,14 @@ def build_model(name: str, *, img_size: int | Sequence[int] | None = None, devic
 
 
 def _create(name: str, size: Size | None, device: str) -> nn.Module:
-    kwargs = {} if size is None else {"img_size": size}
-    try:
-        with torch.device(device):
-            return timm.create_model(name, **kwargs)
-    except TypeError as error:
-        if "img_size" not in str(error):
-            raise
-        with torch.device(device):
+    with torch.device(device):
+        if size is None:
+            return timm.create_model(name)
+        try:
+            return timm.create_model(name, img_size=size)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
             return timm.create_model(name)
 
 

@@ -32,7 +32,7 @@ class BenchmarkSettings:
 
     Args:
         models: timm names.
-        baseline: one of `models`, whose time over a model's is that model's ratio.
+        baseline: one of `models`, whose time over a model's is that model's ratio; the first of them when empty.
         modes, precisions, compiled, img_sizes, batch_sizes: every combination is one case, see `Case`.
         device: torch device name.
         channels_last: memory format of all models.
@@ -47,7 +47,7 @@ class BenchmarkSettings:
     """
 
     models: Sequence[str]
-    baseline: str
+    baseline: str = ""
     modes: Sequence[str] = ("infer",)
     precisions: Sequence[str] = ("fp32",)
     compiled: Sequence[bool] = (False,)
@@ -64,6 +64,10 @@ class BenchmarkSettings:
     def __post_init__(self) -> None:
         for name in self.models:
             check_model_name(name)
+        if not self.models:
+            raise ValueError("models must name at least one model, got none")
+        if not self.baseline:
+            object.__setattr__(self, "baseline", self.models[0])
         if self.baseline not in self.models:
             raise ValueError(f"baseline must be one of the models {', '.join(self.models)}, got {self.baseline!r}")
         for key in ("rounds", "warmup"):
@@ -107,20 +111,24 @@ class _Contender:
         self.step = None
 
 
-def run_benchmark(settings: BenchmarkSettings, *, deadline: float | None = None) -> list[dict[str, Any]]:
+def run_benchmark(
+    settings: BenchmarkSettings, *, deadline: float | None = None, expected_s: float = 0.0
+) -> list[dict[str, Any]]:
     """Measures the grid.
 
     Args:
         settings: the grid.
         deadline: a reading of `time.monotonic`; a case that would, by the longest one so far, end after it is skipped.
+        expected_s: what the first case is expected to take, for the deadline.
 
     Returns:
         One row per case and model: the case's fields, `status` ("ok", "out of memory", "failed: ...", "skipped: ..."),
         `images_per_s`, `latency_ms` of a step with quartiles, `ratio` (baseline's time over this model's in the
-        same round, above 1 is faster) with quartiles, `peak_memory_mib`, of which `idle_memory_mib`, `first_step_s`
-        (compilation included), `rounds` and `steps_per_round`.
+        same round, above 1 is faster) with quartiles, `peak_memory_mib`, of which `step_memory_mib` came with the
+        model (on a CPU the rest is interpreter and libraries), `first_step_s` (compilation included), `rounds` and
+        `steps_per_round`.
     """
-    cases, longest, rows = settings.cases(), 0.0, []
+    cases, longest, rows = settings.cases(), expected_s, []
     with tqdm(total=len(cases) * len(settings.models), desc="benchmark", unit="model", disable=None) as bar:
         for case in cases:
             start = time.monotonic()
@@ -241,7 +249,7 @@ def _row(contender: _Contender, case: Case, settings: BenchmarkSettings, baselin
             row["ratio_q25"], row["ratio"], row["ratio_q75"] = quartiles([b / own for b, own in pairs])
     peak = contender.memory if contender.memory is not None and contender.memory.status == "ok" else None
     row["peak_memory_mib"] = None if peak is None else peak.peak_mib
-    row["idle_memory_mib"] = None if peak is None else peak.idle_mib
+    row["step_memory_mib"] = None if peak is None else peak.peak_mib - peak.idle_mib
     row["first_step_s"] = contender.first_step_s
     row["rounds"] = len(contender.seconds) if measured else 0
     row["steps_per_round"] = contender.steps_per_round if measured else None

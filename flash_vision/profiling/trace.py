@@ -143,6 +143,9 @@ _ACTIVATION_HANDLERS: dict[str, Callable[..., Any]] = {
 # While tracing they are called in the one form that the tracer records, and their shapes are worked out on ints.
 
 
+_recorded_convolution: Callable[..., Tensor] = torch._convolution  # pyright: ignore[reportPrivateImportUsage]
+
+
 class _ConvolutionShapes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._convolution.default:
@@ -189,7 +192,7 @@ def _plain_convolution(dims: int) -> Callable[..., Tensor]:
         elif padding == "same":
             padding = [int(d) * (int(k) - 1) // 2 for d, k in zip(dilation, weight.shape[2:], strict=True)]
         form = (_per_axis(stride, dims), _per_axis(padding, dims), dilation, False, [0] * dims, groups)
-        return torch._convolution(input, weight, bias, *form, False, False, False, False)
+        return _recorded_convolution(input, weight, bias, *form, False, False, False, False)
 
     return convolution
 
@@ -207,7 +210,7 @@ def _transposed_convolution(dims: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         stride, padding, dilation = (_per_axis(value, dims) for value in (stride, padding, dilation))
         form = (stride, padding, dilation, True, _per_axis(output_padding, dims), groups)
-        return torch._convolution(input, weight, bias, *form, False, False, False, False)
+        return _recorded_convolution(input, weight, bias, *form, False, False, False, False)
 
     return convolution
 

@@ -148,7 +148,7 @@ class TrainConfig(ModelConfig, DataConfig, AugmentConfig, OptimConfig, ScheduleC
     """A whole training run; see the parts for the fields.
 
     Raises:
-        ValueError: a field out of range, or fields that contradict each other; argument, constraint and value are named.
+        ValueError: a field out of range, or fields that contradict each other; the message names them.
     """
 
     def __post_init__(self) -> None:

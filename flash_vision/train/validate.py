@@ -198,7 +198,7 @@ def validate(config: ValidateConfig) -> Report:
 def _compiled(model: nn.Module, backend: str | None) -> nn.Module:
     if backend is None:
         return model
-    if backend not in torch.compiler.list_backends():
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(f"torchcompile: unknown backend {backend!r}, there are {torch.compiler.list_backends()}")
     compiled = torch.compile(model, backend=backend)
     assert isinstance(compiled, nn.Module)

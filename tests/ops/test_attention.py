@@ -141,7 +141,7 @@ def test_masked_count_is_taken_per_window(rows, columns):
     length = rows * columns
     q, k, v = (t.detach() for t in tensors((1, 2, length, 4), (1, 2, length, 4), (1, 2, length, 3)))
     mask = torch.stack([torch.ones(length, dtype=torch.bool), torch.arange(length) < max(1, length // 2)])
-    out = quadratic_attention(q, k, v, None, mask)
+    out = quadratic_attention(q, k, v, None, mask, score_fn="relu2", divisor="outside")
     real = mask[1]
-    alone = quadratic_attention(q[:, 1, real], k[:, 1, real], v[:, 1, real])
+    alone = quadratic_attention(q[:, 1, real], k[:, 1, real], v[:, 1, real], score_fn="relu2", divisor="outside")
     torch.testing.assert_close(out[:, 1, real], alone)
