@@ -1,9 +1,13 @@
 """Runs the command-line tools as processes of their own, without paying for the imports each time."""
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,25 +55,37 @@ class Finished:
         return self.stderr
 
 
-class ToolProcess:
-    """A warm Python that runs tools/NAME.py in a fork of itself, in the way of subprocess.run."""
+def run_tool(tool: str, *arguments: object, stdin: str = "") -> Finished:
+    """Runs tools/NAME.py with these arguments, in the way of subprocess.run."""
+    return _warm_process().run(tool, arguments, stdin)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+@functools.cache
+def _warm_process() -> "_WarmProcess":
+    return _WarmProcess()
+
+
+class _WarmProcess:
+    """A Python with the imports done, which forks into a tool for each request; one for all tests of a process."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        environment = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"},
+            env=os.environ | environment,
             text=True,
         )
+        atexit.register(self.close)
         assert self._answer() == "ready"
 
-    def run(self, tool: str, *arguments: object, stdin: str = "") -> Finished:
+    def run(self, tool: str, arguments: tuple[object, ...], stdin: str) -> Finished:
         streams = {name: self.folder / name for name in ("stdin", "stdout", "stderr")}
         for name, path in streams.items():
             path.write_text(stdin if name == "stdin" else "")
-        request = {name: str(path) for name, path in streams.items()}
+        request: dict[str, object] = {name: str(path) for name, path in streams.items()}
         request["argv"] = [str(TOOLS / f"{tool}.py"), *map(str, arguments)]
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
@@ -77,8 +93,8 @@ class ToolProcess:
         return Finished(int(self._answer()), streams["stdout"].read_text(), streams["stderr"].read_text())
 
     def close(self) -> None:
-        self.process.communicate()
-        assert self.process.returncode == 0
+        self.process.communicate(timeout=30)
+        shutil.rmtree(self.folder)
 
     def _answer(self) -> str:
         assert self.process.stdout is not None

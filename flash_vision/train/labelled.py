@@ -127,6 +127,11 @@ def real_labels_for(dataset: Any, path: str, *, num_classes: int) -> RealLabelsI
 
 def _create(source: ImageSource, class_map: dict[str, int] | None, *, in_chans: int, batch_size: int) -> Any:
     """timm's create_dataset, with its many kinds of error as ValueError."""
+    names_shards = ".tar" in source.split
+    if source.dataset.startswith("wds/") and not names_shards and not list(Path(source.data_dir).glob("*info.json")):
+        raise ValueError(
+            f"data_dir {source.data_dir}: has no _info.json to say which shards split {source.split!r} has"
+        )
     try:
         return create_dataset(
             source.dataset,

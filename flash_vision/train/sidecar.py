@@ -10,12 +10,13 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flash_vision.data.files import write_text
 
 SIDECAR_NAME = "model.json"
-INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "lanczos", "hamming", "box")
+Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos", "hamming", "box"]
+INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 
 @dataclass(frozen=True, kw_only=True)

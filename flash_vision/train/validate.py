@@ -28,6 +28,7 @@ from flash_vision.train.model_source import (
     preprocessing,
     resolve_device,
 )
+from flash_vision.train.sidecar import Interpolation
 
 AmpDtype = Literal["bfloat16", "float16"]
 
@@ -58,7 +59,7 @@ class ValidateConfig(ImageSource, ModelSource):
     img_size: int | list[int] | None = None
     crop_pct: float | list[float] | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
-    interpolation: str | None = None
+    interpolation: Interpolation | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
     use_train_size: bool = False
@@ -199,7 +200,8 @@ def _compiled(model: nn.Module, backend: str | None) -> nn.Module:
     if backend is None:
         return model
     if backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise ValueError(f"torchcompile: unknown backend {backend!r}, there are {torch.compiler.list_backends()}")
+        known = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"torchcompile: unknown backend {backend!r}, not one of {known}")
     compiled = torch.compile(model, backend=backend)
     assert isinstance(compiled, nn.Module)
     return compiled

@@ -34,7 +34,9 @@ def save_model(path: Path, name: str = "test_vit", *, num_classes: int = 3, seed
     """Saves a randomly initialised model whose logits spread enough to tell images apart."""
     torch.manual_seed(seed)
     model = timm.create_model(name, num_classes=num_classes, **kwargs)
-    state = {key: value + 0.2 * torch.randn_like(value) for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(state, path)
+    save_file(model.state_dict(), path)
     return path
