@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from flash_vision.profiling.build import build_model, example_input, first_line, is_out_of_memory
 from flash_vision.profiling.steps import Case, autocast
 
-FACTOR = 2.0
-# below these relative errors a model passes whatever the yardstick does
-FLOOR = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
+# Rounding differs between architectures (a squared score doubles relative errors), a wrong kernel is off by far more.
+FACTOR = 4.0
+# below these relative errors a model passes whatever the yardstick does: about five roundings of the type
+FLOOR = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2.5e-3}
 
 
 def parity_rows(models: Sequence[str], cases: Sequence[Case], *, yardstick: str) -> list[dict[str, Any]]:
@@ -73,5 +74,6 @@ def _result(model: nn.Module, run: Callable[[Tensor], Tensor], images: Tensor, c
         features = run(images).float()
     generator = torch.Generator(device="cpu").manual_seed(0)
     direction = torch.randn(features.shape, generator=generator).to(features.device)
-    (features * direction).mean().backward()
+    # a sum, not a mean: gradients as small as 1 / numel would vanish in float16 without a loss scale
+    (features * direction).sum().backward()
     return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
