@@ -13,7 +13,7 @@ from pathlib import Path
 
 TOOLS = Path(__file__).parent.parent / "tools"
 
-# Imports what the tools import, then forks for each request; the child becomes the tool, `python tools/NAME` to the letter.
+# Imports what the tools import, then forks for each request; the child becomes `python tools/NAME.py` to the letter.
 _SERVER = """
 import json, os, runpy, sys
 import flash_vision.data.shards, flash_vision.train.averaging, flash_vision.train.picture

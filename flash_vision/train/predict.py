@@ -64,6 +64,12 @@ class PredictConfig(ModelSource):
             raise ValueError(f"img_size must be >= 1, got {self.img_size}")
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise ValueError(f"crop_pct must be in (0, 1], got {self.crop_pct}")
+        for name in ("json_file", "csv_file", "picture"):
+            folder = Path(getattr(self, name)).parent
+            if not folder.is_dir():
+                raise ValueError(f"{name}: there is no folder {folder}")
+        if self.picture and not self.picture.endswith(".png"):
+            raise ValueError(f"picture must end in .png, got {self.picture!r}")
         if self.json_file == "-" and self.csv_file == "-":
             raise ValueError("json_file, csv_file: only one of them can be - (stdout)")
 

@@ -30,9 +30,8 @@ def print_report(report: Report) -> None:
 
 
 def save_report(report: Report, config: ValidateConfig) -> None:
-    """Writes results.json, results.csv, per_class.csv and predictions.csv into `config.output_dir`."""
+    """Writes results.json, results.csv, per_class.csv and predictions.csv into the folder `config.output_dir`."""
     folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     summaries = [evaluation.summary() for evaluation in report.evaluations]
     per_class, predictions = [], []
     for evaluation, summary in zip(report.evaluations, summaries, strict=True):
