@@ -13,6 +13,7 @@ from timm.layers import RmsNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from flash_vision.layers.choices import check_choice
 from flash_vision.layers.position import RelativePositionBias
 from flash_vision.layers.scale_offset import ScaleOffset
 from flash_vision.layers.windows import TokenContext
@@ -22,11 +23,6 @@ from flash_vision.ops.windows import merge_windows, partition_windows
 
 BRANCHES = ("both", "local", "global")
 BRANCH_NORMS = ("none", "scale", "rms")
-
-
-def _check_choice(name: str, value: str, choices: Tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -90,8 +86,8 @@ class GatedAttentionUnit(nn.Module):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         hidden_dim = int(dim * expansion)
-        _check_choice("score_fn", score_fn, SCORE_FNS)
-        _check_choice("divisor", divisor, DIVISORS)
+        check_choice("score_fn", score_fn, SCORE_FNS)
+        check_choice("divisor", divisor, DIVISORS)
         if score_fn == "softmax" and divisor == "inside":
             raise ValueError("divisor must be 'outside' with score_fn='softmax', whose sum stands in for n")
         if qk_dim < 1:
@@ -189,9 +185,9 @@ class MixedChunkUnit(GatedAttentionUnit):
         device=None,
         dtype=None,
     ) -> None:
-        _check_choice("global_fn", global_fn, GLOBAL_FNS)
-        _check_choice("branches", branches, BRANCHES)
-        _check_choice("branch_norm", branch_norm, BRANCH_NORMS)
+        check_choice("global_fn", global_fn, GLOBAL_FNS)
+        check_choice("branches", branches, BRANCHES)
+        check_choice("branch_norm", branch_norm, BRANCH_NORMS)
         super().__init__(
             dim,
             num_roles=4 if branches == "both" else 2,

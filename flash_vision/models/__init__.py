@@ -1,5 +1,6 @@
 """Model families, registered with timm on import."""
 
-from flash_vision.models.flash_gau import FlashGAU
+from flash_vision.models import flash_gau
+from flash_vision.models.isotropic import FlashGAU
 
-__all__ = ["FlashGAU"]
+__all__ = ["FlashGAU", "flash_gau"]
