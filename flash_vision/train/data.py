@@ -135,16 +135,7 @@ class TrainLoader:
         self.images_per_update = batch_size * config.grad_accum_steps * processes.world_size
         self.to_device = to_device
         self.is_stream = opened.stream
-        transform = create_transform(
-            data_config["input_size"],
-            is_training=True,
-            use_prefetcher=True,  # uint8 out; normalising and erasing is ToDevice's
-            interpolation=(augment.train_interpolation if not augment.no_aug else "") or data_config["interpolation"],
-            mean=data_config["mean"],
-            std=data_config["std"],
-            auto_augment=augment.aa or None,
-            **{name: getattr(augment, name) for name in _TRANSFORM_FIELDS},
-        )
+        transform = training_transform(augment, data_config)
         if opened.stream:
             self._open_stream(opened, transform)
             return
@@ -264,7 +255,7 @@ class EvalLoader:
         processes: Processes,
         to_device: ToDevice,
     ) -> None:
-        transform = create_transform(
+        transform: Any = create_transform(
             data_config["input_size"],
             is_training=False,
             use_prefetcher=True,
@@ -300,10 +291,32 @@ class EvalLoader:
         return map(self.to_device, self.loader)
 
 
-_TRANSFORM_FIELDS = (
-    "no_aug", "train_crop_mode", "scale", "ratio", "hflip", "vflip", "color_jitter", "color_jitter_prob",
-    "grayscale_prob", "gaussian_blur_prob",
-)  # fmt: skip
+def training_transform(augment: AugmentConfig, data_config: dict[str, Any]) -> Any:
+    """timm's training transform: PIL image to uint8 (channels, height, width).
+
+    Raises:
+        ValueError: timm does not know a policy or filter, or does not take its arguments.
+    """
+    fields = (
+        "no_aug", "train_crop_mode", "scale", "ratio", "hflip", "vflip", "color_jitter", "color_jitter_prob",
+        "grayscale_prob", "gaussian_blur_prob",
+    )  # fmt: skip
+    try:
+        return create_transform(
+            data_config["input_size"],
+            is_training=True,
+            use_prefetcher=True,  # uint8 out; normalising and erasing is ToDevice's
+            interpolation=(augment.train_interpolation if not augment.no_aug else "") or data_config["interpolation"],
+            mean=data_config["mean"],
+            std=data_config["std"],
+            auto_augment=augment.aa or None,
+            **{name: getattr(augment, name) for name in fields},
+        )
+    except (AssertionError, KeyError, ValueError) as error:
+        reason = f" ({error})" if str(error) else ""
+        raise ValueError(
+            f"aa {augment.aa!r}, train_interpolation {augment.train_interpolation!r}: not known{reason}"
+        ) from None
 
 
 def _loader(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from timm.task import TrainingTask
-from timm.utils import unwrap_model
+from timm.utils.model import unwrap_model
 from torch import Tensor
 
 from flash_vision.train.data import Batch

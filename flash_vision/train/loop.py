@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
-from timm.utils import dispatch_clip_grad
+from timm.utils.clip_grad import dispatch_clip_grad
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 

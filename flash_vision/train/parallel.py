@@ -66,7 +66,7 @@ def start_processes(device: str) -> Processes:
     """
     name = "" if device == "auto" else device
     resolved = resolve_device(name)
-    found = init_distributed_device_so(resolved.type if is_distributed_env() else str(resolved))
+    found: dict[str, Any] = init_distributed_device_so(resolved.type if is_distributed_env() else str(resolved))
     return Processes(
         rank=found["global_rank"],
         local_rank=found["local_rank"],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from flash_vision.train.checkpoint import replacing
+from flash_vision.data.files import write_text, written_whole
 from flash_vision.train.config import RunConfig
 
 Record = dict[str, Any]
@@ -52,8 +52,7 @@ class Reporter:
             return
         path = self.folder / METRICS
         records = [record for record in read_metrics(path) if record["step"] <= step]
-        with replacing(path) as file:
-            file.writelines(f"{json.dumps(record)}\n".encode() for record in records)
+        write_text(path, "".join(f"{json.dumps(record)}\n" for record in records))
         if self.config.tensorboard:
             self.board = _start_tensorboard(self.folder, step)
         quiet = not sys.stderr.isatty()
@@ -152,8 +151,8 @@ def draw_curves(records: list[Record], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
 
 
 def describe_run(config: Mapping[str, Any], *, world_size: int, device: torch.device) -> Record:

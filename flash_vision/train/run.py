@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import yaml
-from timm.optim import create_optimizer_v2, optimizer_kwargs
-from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler_factory import scheduler_kwargs
+from timm.optim._optim_factory import create_optimizer_v2, optimizer_kwargs
+from timm.scheduler.scheduler_factory import create_scheduler_v2, scheduler_kwargs
 from timm.task import TrainingTask
 from torch import nn
 
@@ -27,7 +26,7 @@ from flash_vision.train.seeding import set_seed
 from flash_vision.train.sidecar import SIDECAR_NAME, ModelSidecar, write_sidecar
 from flash_vision.train.signals import EXIT_FAILED, EXIT_USAGE, StopRequest, TrainingError
 from flash_vision.train.sources import OpenedSplit, open_split
-from flash_vision.train.tasks import create_model, create_task, resolve_preprocessing
+from flash_vision.train.tasks import check_input, create_model, create_task, resolve_preprocessing
 
 
 def train(config: TrainConfig) -> int:
@@ -76,6 +75,7 @@ def build(config: TrainConfig, processes: Processes, stop: StopRequest) -> Loop:
     set_seed("weights", config.seed)
     model, model_kwargs = create_model(config, num_classes)
     data_config = resolve_preprocessing(config, model)
+    check_input(model, data_config["input_size"])
     dtype = getattr(torch, config.model_dtype)
     model.to(device=processes.device, dtype=dtype)
     if config.channels_last:
@@ -116,7 +116,7 @@ def prepare_task(task: TrainingTask, config: TrainConfig, processes: Processes, 
         shard(_module(task.get_trainable_module()))
         if config.model_ema:
             shard(_module(task.get_trainable_module(ema=True)).module)  # pyright: ignore[reportArgumentType]
-    arguments = optimizer_kwargs(config) | {"lr": lr} | config.opt_kwargs
+    arguments: dict[str, Any] = optimizer_kwargs(config) | {"lr": lr} | config.opt_kwargs
     try:
         optimizer = create_optimizer_v2(_module(task.get_trainable_module()), **arguments)
     except (AssertionError, TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -147,9 +147,8 @@ def make_loop(
         ValueError: the folder is in use, or its checkpoint does not fit.
     """
     device, amp_dtype = processes.device, getattr(torch, config.amp_dtype)
-    scheduler, epochs = create_scheduler_v2(
-        optimizer, **scheduler_kwargs(config), updates_per_epoch=loader.updates_per_epoch
-    )
+    schedule: dict[str, Any] = scheduler_kwargs(config)
+    scheduler, epochs = create_scheduler_v2(optimizer, **schedule, updates_per_epoch=loader.updates_per_epoch)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp and config.amp_dtype == "float16")
     resolved = config.as_dict()
     description = describe_run(resolved, world_size=processes.world_size, device=device)

@@ -98,7 +98,8 @@ class ImageSamples(Dataset[Sample]):
 
     def _read(self, index: int) -> tuple[Any, int]:
         if isinstance(self.dataset, ImageDataset):
-            file, target, *_ = self.dataset.reader[index]
+            reader: Any = self.dataset.reader
+            file, target, *_ = reader[index]
             with file:
                 return decode(file, mode=self.mode), -1 if target is None else int(target)
         image, target = self.dataset[index]
@@ -121,10 +122,11 @@ class StreamSamples(IterableDataset[Sample]):
         self.epoch = 0
 
     def __len__(self) -> int:
-        return self.dataset.reader.num_samples
+        reader: Any = self.dataset.reader
+        return reader.num_samples
 
     def __iter__(self) -> Iterator[Sample]:
-        reader = self.dataset.reader
+        reader: Any = self.dataset.reader
         worker = getattr(get_worker_info(), "id", 0)
         lost = _LostSamples()
         reader_log = logging.getLogger("timm.data.readers.reader_wds")
@@ -197,7 +199,7 @@ def open_split(config: DataConfig, *, training: bool, class_to_idx: dict[str, in
             root=config.data_dir or None,
             split=split,
             is_training=training,
-            class_map=config.class_map or None,
+            class_map=config.class_map or None,  # pyright: ignore[reportArgumentType]  a file name is taken too
             batch_size=config.batch_size,
             num_samples=(config.train_num_samples if training else config.val_num_samples) if kind == "wds" else None,
             seed=config.seed,
@@ -209,7 +211,7 @@ def open_split(config: DataConfig, *, training: bool, class_to_idx: dict[str, in
     if kind == "wds":
         names = getattr(dataset.reader, "info", {}).get("class_names")
         return OpenedSplit(dataset, {name: i for i, name in enumerate(names)} if names else None, True)
-    found = dataset.reader.class_to_idx if isinstance(dataset, ImageDataset) else getattr(dataset, "class_to_idx", None)
+    found = getattr(dataset.reader if isinstance(dataset, ImageDataset) else dataset, "class_to_idx", None)
     return OpenedSplit(dataset, dict(found) if found else None, False)
 
 
@@ -224,8 +226,8 @@ def _open_folder(config: DataConfig, split: str, class_to_idx: dict[str, int] | 
         return ImageDataset(str(root), reader=reader, class_map=class_map, input_img_mode=config.input_img_mode)
 
     def classes(dataset: Any) -> dict[str, int]:
-        reader = dataset.reader
-        return dict(reader.class_name_to_idx if isinstance(reader, ReaderImageInTar) else reader.class_to_idx)
+        reader: Any = dataset.reader
+        return dict(reader.class_name_to_idx if tars or root.is_file() else reader.class_to_idx)
 
     dataset = read(config.class_map or "")
     if class_to_idx is not None and not config.class_map:

@@ -50,7 +50,7 @@ def create_model(config: TrainConfig, num_classes: int) -> tuple[nn.Module, dict
         raise ValueError(f"model {config.model}{source}: cannot be built ({_short(error)})") from None
     if config.grad_checkpointing:
         try:
-            model.set_grad_checkpointing(True)
+            model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         except (AttributeError, AssertionError) as error:
             raise ValueError(f"grad_checkpointing: {config.model} has none ({_short(error)})") from None
     return model, arguments
@@ -74,6 +74,24 @@ def resolve_preprocessing(config: TrainConfig, model: nn.Module) -> dict[str, An
     resolved = resolve_data_config(arguments, model=model)
     resolved["input_size"] = tuple(resolved["input_size"])
     return resolved
+
+
+def check_input(model: nn.Module, input_size: tuple[int, int, int]) -> None:
+    """Runs one image of zeros through the model.
+
+    Args:
+        input_size: (channels, height, width).
+    Raises:
+        ValueError: the model does not take this size.
+    """
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *input_size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"input of {input_size} (img_size, input_size): {_short(error)}") from None
+    finally:
+        model.train(was_training)
 
 
 def create_task(config: TrainConfig, model: nn.Module, device: torch.device, dtype: torch.dtype) -> TrainingTask:
