@@ -1,6 +1,6 @@
 """The residual block around a gated unit."""
 
-from typing import Optional
+from typing import Any, Dict, Optional
 
 from timm.layers import DropPath, LayerNorm, LayerScale
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class GatedBlock(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm = LayerNorm(dim, **dd)
         self.unit = unit
         self.ls = LayerScale(dim, init_values=init_values, **dd) if init_values is not None else nn.Identity()

@@ -5,7 +5,7 @@ Tokens come and go in window-major order (B, G, P, C). With several heads S and 
 two layout changes that a single head does not have.
 """
 
-from typing import List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from timm.layers import RmsNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
-from flash_vision.layers.choices import check_choice
+from flash_vision.layers.checks import check_choice, check_positive
 from flash_vision.layers.position import RelativePositionBias
 from flash_vision.layers.scale_offset import ScaleOffset
 from flash_vision.layers.windows import TokenContext
@@ -39,7 +39,6 @@ def _merge_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.permute(0, 2, 3, 1, 4).flatten(3)
 
 
-@register_notrace_module
 class GatedAttentionUnit(nn.Module):
     """O = (U * (A V)) Wo with U = SiLU(X Wu), V = SiLU(X Wv), A = score(Q K^T + b) inside each window.
 
@@ -84,16 +83,14 @@ class GatedAttentionUnit(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_dim = int(dim * expansion)
         check_choice("score_fn", score_fn, SCORE_FNS)
         check_choice("divisor", divisor, DIVISORS)
         if score_fn == "softmax" and divisor == "inside":
             raise ValueError("divisor must be 'outside' with score_fn='softmax', whose sum stands in for n")
-        if qk_dim < 1:
-            raise ValueError(f"qk_dim must be at least 1, got {qk_dim}")
-        if hidden_dim < 1:
-            raise ValueError(f"dim * expansion must be at least 1, got {dim} * {expansion}")
+        check_positive("qk_dim", qk_dim)
+        check_positive("dim * expansion", hidden_dim)
         if num_heads < 1 or qk_dim % num_heads or hidden_dim % num_heads:
             raise ValueError(
                 f"num_heads must divide qk_dim and dim * expansion, got {num_heads} for {qk_dim} and {hidden_dim}"
@@ -146,7 +143,6 @@ class GatedAttentionUnit(nn.Module):
         return self.proj(mixed)
 
 
-@register_notrace_module
 class MixedChunkUnit(GatedAttentionUnit):
     """O = (U * (local + global)) Wo: quadratic attention inside windows, linear attention between all of them.
 
@@ -185,6 +181,7 @@ class MixedChunkUnit(GatedAttentionUnit):
         device=None,
         dtype=None,
     ) -> None:
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         check_choice("global_fn", global_fn, GLOBAL_FNS)
         check_choice("branches", branches, BRANCHES)
         check_choice("branch_norm", branch_norm, BRANCH_NORMS)
@@ -199,19 +196,17 @@ class MixedChunkUnit(GatedAttentionUnit):
             gate=gate,
             bias_window=bias_window if branches != "global" else None,
             value_conv=value_conv,
-            device=device,
-            dtype=dtype,
+            **dd,
         )
         self.global_fn = global_fn
         self.has_local = branches != "global"
         self.has_global = branches != "local"
-        for name, present in (("local", self.has_local), ("global", self.has_global)):
-            factor = torch.empty(num_heads, device=device, dtype=dtype)
-            scale = nn.Parameter(factor) if present and branch_norm == "scale" else None
-            self.register_parameter(f"{name}_scale", scale)
-            has_norm = present and branch_norm == "rms"
-            norm = RmsNorm(self.value.out_features, device=device, dtype=dtype) if has_norm else nn.Identity()
-            self.add_module(f"{name}_norm", norm)
+        scaled, normed = branch_norm == "scale", branch_norm == "rms"
+        self.local_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_local else None
+        self.global_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_global else None
+        hidden_dim = self.value.out_features
+        self.local_norm = RmsNorm(hidden_dim, **dd) if normed and self.has_local else nn.Identity()
+        self.global_norm = RmsNorm(hidden_dim, **dd) if normed and self.has_global else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -246,3 +241,8 @@ class MixedChunkUnit(GatedAttentionUnit):
             mixed = between if mixed is None else mixed + between
         assert mixed is not None
         return mixed
+
+
+# decorating would turn the classes into plain nn.Module for a type checker
+register_notrace_module(GatedAttentionUnit)
+register_notrace_module(MixedChunkUnit)

@@ -1,8 +1,11 @@
 """The gated linear unit: GAU's predecessor, and the control without token mixing."""
 
+from typing import Any, Dict
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_vision.layers.checks import check_positive
 from flash_vision.layers.windows import TokenContext
 
 
@@ -21,10 +24,9 @@ class GatedLinearUnit(nn.Module):
 
     def __init__(self, dim: int, *, expansion: float = 2.0, device=None, dtype=None) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_dim = int(dim * expansion)
-        if hidden_dim < 1:
-            raise ValueError(f"dim * expansion must be at least 1, got {dim} * {expansion}")
+        check_positive("dim * expansion", hidden_dim)
         self.gate = nn.Linear(dim, hidden_dim, **dd)
         self.value = nn.Linear(dim, hidden_dim, **dd)
         self.proj = nn.Linear(hidden_dim, dim, **dd)

@@ -30,7 +30,6 @@ class RelativePositionBias(nn.Module):
         """Truncated normal of deviation 0.02."""
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
-    @torch.jit.ignore
     def set_window_size(self, window_size: Tuple[int, int]) -> None:
         """Resample the table to another nominal window."""
         if window_size == self.window_size:

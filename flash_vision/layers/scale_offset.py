@@ -1,6 +1,6 @@
 """Affine roles of one shared base."""
 
-from typing import List
+from typing import Any, Dict, List
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class ScaleOffset(nn.Module):
 
     def __init__(self, dim: int, num_roles: int, *, device=None, dtype=None) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         self.gamma = nn.Parameter(torch.empty(num_roles, dim, **dd))
         self.beta = nn.Parameter(torch.empty(num_roles, dim, **dd))
         self.reset_parameters()

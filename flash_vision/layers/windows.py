@@ -1,6 +1,6 @@
 """Entry into window-major order, with everything about the layout that every layer shares."""
 
-from typing import NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import is_exporting
@@ -20,7 +20,6 @@ class TokenContext(NamedTuple):
     rotary: Optional[Tuple[Tensor, Tensor]]  # cosine and sine, each (G, P, S / heads / 2)
 
 
-@register_notrace_module
 class TokenWindows(nn.Module):
     """Raster tokens to window-major tokens, once, and the shared tables of their layout.
 
@@ -60,17 +59,20 @@ class TokenWindows(nn.Module):
         self.register_buffer("rotary_cosine", cosine, persistent=False)
         self.register_buffer("rotary_sine", sine, persistent=False)
 
-    @torch.jit.ignore
+    if TYPE_CHECKING:  # TorchScript reads class annotations and takes no None for a Tensor
+        key_mask: Optional[Tensor]
+        relative_index: Tensor
+        rotary_cosine: Optional[Tensor]
+        rotary_sine: Optional[Tensor]
+
     def init_non_persistent_buffers(self) -> None:
         """Recompute the tables where the module is now, as after construction on the meta device."""
         self._register_tables(self.relative_index.device)
 
-    @torch.jit.ignore
     def reset_parameters(self) -> None:
         """No parameters; the tables are recomputed."""
         self.init_non_persistent_buffers()
 
-    @torch.jit.ignore
     def set_sizes(self, grid_size: Tuple[int, int], window_size: Tuple[int, int]) -> None:
         """Another nominal grid and window."""
         self.grid_size, self.window_size = grid_size, window_size
@@ -103,3 +105,7 @@ class TokenWindows(nn.Module):
         else:
             context = self.context(height, width, x.device)
         return partition_windows(x, context.layout), context
+
+
+# decorating would turn the class into a plain nn.Module for a type checker
+register_notrace_module(TokenWindows)

@@ -6,16 +6,14 @@ token; tokens are in window-major order from the stem to the output.
 
 import inspect
 from functools import partial
-from typing import Any, Callable, Dict, Final, List, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Final, List, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from timm.layers import (
     LayerNorm,
     PatchEmbed,
-    calculate_drop_path_rates,
     get_device_dtype,
     resample_abs_pos_embed,
-    to_2tuple,
 )
 from timm.models import (
     checkpoint,
@@ -35,7 +33,7 @@ from flash_vision.layers import (
     RelativePositionBias,
     TokenWindows,
 )
-from flash_vision.layers.choices import check_choice
+from flash_vision.layers.checks import check_choice, check_positive, positive_pair
 from flash_vision.models.weights import INIT_SCHEMES
 from flash_vision.ops.position import sincos_position_embedding
 from flash_vision.ops.windows import WindowLayout, merge_windows
@@ -47,12 +45,10 @@ UNITS = ("mixed", "quadratic", "glu")
 
 @torch.fx.wrap
 @register_notrace_function
-def _check_image(x: Tensor, patch_height: int, patch_width: int) -> None:
+def _check_image(x: Tensor, patch_size: Tuple[int, int]) -> None:
     height, width = x.shape[2], x.shape[3]
-    if height < patch_height or width < patch_width:
-        raise ValueError(
-            f"images must be at least one patch, {patch_height} x {patch_width} pixels; got {height} x {width}"
-        )
+    if height < patch_size[0] or width < patch_size[1]:
+        raise ValueError(f"images must be at least one patch of {patch_size} pixels, got {height} x {width}")
 
 
 @torch.fx.wrap
@@ -71,6 +67,15 @@ def _add_position(x: Tensor, pos_embed: Tensor, grid_height: int, grid_width: in
 def _add_sincos(x: Tensor, scale: Tensor) -> Tensor:
     """x (B, H, W, C) + scale * sinusoids (the scaled sinusoidal input embedding of 2202.10447, in 2-D)."""
     return x + scale * sincos_position_embedding(x.shape[1], x.shape[2], x.shape[3], x.device, x.dtype)
+
+
+def _image_and_patch(
+    img_size: Union[int, Sequence[int]], patch_size: Union[int, Sequence[int]]
+) -> Tuple[Tuple[int, int], Tuple[int, int]]:
+    image, patch = positive_pair("img_size", img_size), positive_pair("patch_size", patch_size)
+    if image[0] < patch[0] or image[1] < patch[1]:
+        raise ValueError(f"img_size must be at least one patch of {patch} pixels, got {image}")
+    return image, patch
 
 
 def _unit_factory(
@@ -162,13 +167,15 @@ class FlashGAU(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         check_choice("global_pool", global_pool, GLOBAL_POOLS)
         check_choice("unit", unit, UNITS)
         check_choice("pos_embed", pos_embed, POS_EMBEDS)
         check_choice("weight_init", weight_init, (*INIT_SCHEMES, "skip"))
-        img_size, patch_size, window_size = to_2tuple(img_size), to_2tuple(patch_size), to_2tuple(window_size)
-        self._check_sizes(img_size, patch_size, window_size, embed_dim, depth)
+        img_size, patch_size = _image_and_patch(img_size, patch_size)
+        window_size = positive_pair("window_size", window_size)
+        check_positive("embed_dim", embed_dim)
+        check_positive("depth", depth)
         if pos_embed == "sincos" and embed_dim % 4:
             raise ValueError(f"embed_dim must be a multiple of 4 with pos_embed='sincos', got {embed_dim}")
         if rope_temperature is not None and (qk_dim % num_heads or qk_dim // num_heads % 4):
@@ -189,7 +196,7 @@ class FlashGAU(nn.Module):
 
         self.patch_embed = PatchEmbed(
             img_size=img_size,
-            patch_size=patch_size,
+            patch_size=patch_size,  # pyright: ignore[reportArgumentType] (timm means a side or a pair)
             in_chans=in_chans,
             embed_dim=embed_dim,
             output_fmt="NHWC",
@@ -226,7 +233,7 @@ class FlashGAU(nn.Module):
         self.blocks = nn.ModuleList(
             [
                 GatedBlock(embed_dim, make_unit(embed_dim), init_values=init_values, drop_path=rate, **dd)
-                for rate in calculate_drop_path_rates(drop_path_rate, depth)
+                for rate in torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
             ]
         )
         reduction = self.patch_embed.feat_ratio()
@@ -237,20 +244,6 @@ class FlashGAU(nn.Module):
         if weight_init != "skip":
             self.init_weights(needs_reset=False)
 
-    @staticmethod
-    def _check_sizes(
-        img_size: Tuple[int, int], patch_size: Tuple[int, int], window_size: Tuple[int, int], embed_dim: int, depth: int
-    ) -> None:
-        for name, value in (("patch_size", patch_size), ("window_size", window_size)):
-            if min(value) < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if img_size[0] < patch_size[0] or img_size[1] < patch_size[1]:
-            raise ValueError(f"img_size must be at least one patch of {patch_size} pixels, got {img_size}")
-        for name, value in (("embed_dim", embed_dim), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-
-    @torch.jit.ignore
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """Initialise all weights; also after `to_empty()`.
 
@@ -266,40 +259,34 @@ class FlashGAU(nn.Module):
             nn.init.constant_(self.pos_scale, self.embed_dim**-0.5)
         named_apply(partial(INIT_SCHEMES[mode], needs_reset=needs_reset), self)
 
-    @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
         """Positions and the affine roles."""
         kinds = ("pos_embed", "pos_scale", "scale_offset.gamma", "scale_offset.beta", "relative_position_bias_table")
         return {name for name, _ in self.named_parameters() if name.endswith(kinds)}
 
-    @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
         """Regular expressions that sort the parameters into a stem and one group for each unit (coarse: pair)."""
         block = r"^blocks\.(\d+)"
         return dict(stem=r"^pos_embed|pos_scale|patch_embed", blocks=[(block, None), (r"^norm", (99999,))])
 
-    @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each unit in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
 
-    @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
         """The head."""
         return self.head
 
-    @torch.jit.ignore
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
         """A new head for `num_classes`, 0 for none; pooling as before unless given."""
         if global_pool is not None:
             check_choice("global_pool", global_pool, GLOBAL_POOLS)
             self.global_pool = global_pool
         self.num_classes = num_classes
-        dd = get_device_dtype(self)
+        dd: Dict[str, Any] = get_device_dtype(self)
         self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.head.train(self.training)
 
-    @torch.jit.ignore
     def set_input_size(
         self,
         img_size: Optional[Union[int, Tuple[int, int]]] = None,
@@ -316,15 +303,18 @@ class FlashGAU(nn.Module):
         Raises:
             ValueError: as the constructor.
         """
-        img_size = to_2tuple(img_size) if img_size is not None else self.patch_embed.img_size
-        new_patch_size = to_2tuple(patch_size) if patch_size is not None else self.patch_embed.patch_size
-        new_window_size = to_2tuple(window_size) if window_size is not None else self.windows.window_size
-        self._check_sizes(img_size, new_patch_size, new_window_size, self.embed_dim, len(self.blocks))
+        new_img_size, new_patch_size = _image_and_patch(
+            self.patch_embed.img_size if img_size is None else img_size,
+            self.patch_embed.feat_ratio(as_scalar=False) if patch_size is None else patch_size,
+        )
+        new_window_size = positive_pair("window_size", self.windows.window_size if window_size is None else window_size)
         old_grid = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(img_size=img_size, patch_size=new_patch_size)
+        self.patch_embed.set_input_size(img_size=new_img_size, patch_size=new_patch_size)
         grid = self.patch_embed.grid_size
         if self.pos_embed is not None and grid != old_grid:
-            resampled = resample_abs_pos_embed(self.pos_embed, new_size=grid, old_size=old_grid, num_prefix_tokens=0)
+            resampled = resample_abs_pos_embed(
+                self.pos_embed, new_size=list(grid), old_size=list(old_grid), num_prefix_tokens=0
+            )
             self.pos_embed = nn.Parameter(resampled.detach().clone(), requires_grad=self.pos_embed.requires_grad)
         for module in self.modules():
             if isinstance(module, RelativePositionBias):
@@ -332,11 +322,11 @@ class FlashGAU(nn.Module):
         self.windows.set_sizes(grid, new_window_size)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
-        update_model_input_size(self, img_size, patch_size=patch_size, window_size=window_size)
+        update_model_input_size(self, new_img_size, patch_size=patch_size, window_size=window_size)
 
     def _embed(self, x: Tensor) -> Tensor:
         """Image (B, 3, height, width) to tokens (B, H, W, C) with positions."""
-        _check_image(x, self.patch_embed.patch_size[0], self.patch_embed.patch_size[1])
+        _check_image(x, self.patch_embed.patch_size)  # pyright: ignore[reportArgumentType] (a pair, untyped in timm)
         x = self.patch_embed(x)
         if self.pos_embed is not None:
             x = _add_position(x, self.pos_embed, self.patch_embed.grid_size[0], self.patch_embed.grid_size[1])
@@ -360,7 +350,7 @@ class FlashGAU(nn.Module):
         Args:
             x: (B, in_chans, height, width).
             indices: the last n units if a number, all if None, else these.
-            return_prefix_tokens: pair each output with its prefix tokens, of which there are none: (B, 0, C).
+            return_prefix_tokens: as in timm's ViTs; these models have no prefix tokens, so outputs stay unpaired.
             norm: apply the final norm to each.
             stop_early: run no unit past the last one asked for.
             output_fmt: "NCHW" or "NLC".
@@ -389,20 +379,13 @@ class FlashGAU(nn.Module):
         features = x if intermediates_only else self._tokens(x, context.layout)
         if output_dict:
             result: Dict[str, Any] = {"image_intermediates": intermediates}
-            if return_prefix_tokens:
-                result["image_intermediates_prefix"] = [features.new_zeros(x.shape[0], 0, x.shape[3])] * len(
-                    take_indices
-                )
             if not intermediates_only:
                 result["image_features"] = features
             return result
-        if not torch.jit.is_scripting() and return_prefix_tokens:
-            intermediates = [(y, x.new_zeros(x.shape[0], 0, x.shape[3])) for y in intermediates]
         if intermediates_only:
             return intermediates
         return features, intermediates
 
-    @torch.jit.ignore
     def prune_intermediate_layers(
         self, indices: Union[int, List[int]] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> List[int]:

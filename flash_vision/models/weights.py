@@ -2,11 +2,12 @@
 
 from typing import Any, Dict, Optional, Tuple
 
-from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table, to_2tuple
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
 
 from flash_vision.layers import RelativePositionBias, ScaleOffset
+from flash_vision.layers.checks import positive_pair
 
 
 def init_fan_in(module: nn.Module, name: str, needs_reset: bool) -> None:
@@ -48,7 +49,7 @@ def init_reset(module: nn.Module, name: str, needs_reset: bool) -> None:
 INIT_SCHEMES = {"": init_fan_in, "paper": init_paper, "reset": init_reset}
 
 
-def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: Dict[str, Any], model: Any) -> Dict[str, Tensor]:
     """Fit a checkpoint to `model`: unwrap it and resample patch kernel, positions and bias tables."""
     for key in ("model", "state_dict"):
         state_dict = state_dict.get(key, state_dict)
@@ -65,7 +66,9 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
             old_size = get_pretrained_grid_size(model, state_dict.get("patch_embed.proj.weight"), value.shape[1])
             grid_size = model.patch_embed.grid_size
             if value.shape[1] != model.pos_embed.shape[1] or (old_size is not None and old_size != grid_size):
-                value = resample_abs_pos_embed(value, new_size=grid_size, old_size=old_size, num_prefix_tokens=0)
+                value = resample_abs_pos_embed(
+                    value, new_size=list(grid_size), old_size=old_size and list(old_size), num_prefix_tokens=0
+                )
         elif key in tables:
             table = tables[key]
             value = resize_rel_pos_bias_table(
@@ -75,7 +78,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: nn.Module) -> Dict[s
     return out
 
 
-def _source_window(model: nn.Module) -> Optional[Tuple[int, int]]:
+def _source_window(model: Any) -> Optional[Tuple[int, int]]:
     """The window size that the checkpoint was built with, where its metadata tells."""
     window_size = getattr(model, "pretrained_model_args", {}).get("window_size")
-    return None if window_size is None else to_2tuple(window_size)
+    return None if window_size is None else positive_pair("window_size", window_size)
