@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -167,7 +168,7 @@ class RunFolder:
             path = self.checkpoints / f"{name}.pt"
             if path.exists():
                 try:
-                    read_checkpoint(path)
+                    verify(path)
                     return path, failures
                 except ValueError as error:
                     failures.append(str(error))
@@ -190,6 +191,22 @@ class RunFolder:
         except SafetensorError as error:  # what a full disk becomes
             raise OSError(f"{path}: {first_line(error)}") from error
         sync_folder(self.path)
+
+
+def verify(path: Path) -> None:
+    """Reads a checkpoint to the last byte against its checksums, which torch.load alone does not.
+
+    Raises:
+        ValueError: truncated, damaged, or of a format that this version does not know.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{path}: cannot be read ({first_line(error)})") from None
+    if damaged:
+        raise ValueError(f"{path}: damaged ({damaged} has another checksum)")
+    read_checkpoint(path)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Loop:
             TrainingError: the loss stays non-finite, or too many images cannot be read.
         """
         progress = self.progress
-        self.reporter.start(progress.step)
+        self.reporter.start(step=progress.step, epoch=progress.epoch)
         try:
             while progress.epoch < self.num_epochs:
                 self.task.train()

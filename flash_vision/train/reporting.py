@@ -46,12 +46,14 @@ class Reporter:
         if folder is not None and config.log_wandb:
             self.wandb = _start_wandb(folder, config, resolved)
 
-    def start(self, step: int) -> None:
-        """Begins at an update: what an earlier, lost continuation wrote beyond it is dropped from the metrics."""
+    def start(self, *, step: int, epoch: int) -> None:
+        """Begins at an update of an epoch; what a lost continuation wrote beyond it is dropped from the metrics."""
         if self.folder is None:
             return
         path = self.folder / METRICS
-        records = [record for record in read_metrics(path) if record["step"] <= step]
+        records = [
+            r for r in read_metrics(path) if r["step"] <= step and not (r["kind"] == "eval" and r["epoch"] >= epoch)
+        ]
         write_text(path, "".join(f"{json.dumps(record)}\n" for record in records))
         if self.config.tensorboard:
             self.board = _start_tensorboard(self.folder, step)
