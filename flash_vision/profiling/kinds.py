@@ -10,9 +10,9 @@ KINDS = ("matmul", "convolution", "normalisation", "reduction", "elementwise", "
 _OPERATORS = {
     "matmul": """mm addmm bmm baddbmm matmul linear einsum addbmm mv addmv dot vdot inner tensordot linalg_multi_dot
         bilinear scaled_dot_product_attention mkldnn_linear mkl_linear addr outer ger""",
-    "convolution": """convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-        mkldnn_convolution cudnn_convolution miopen_convolution convolution_overrideable thnn_conv2d slow_conv2d
-        slow_conv2d_forward conv_depthwise2d conv_depthwise3d slow_conv3d slow_conv3d_forward""",
+    "convolution": """convolution convolution_mode conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+        conv_transpose3d mkldnn_convolution cudnn_convolution miopen_convolution convolution_overrideable thnn_conv2d
+        slow_conv2d slow_conv2d_forward conv_depthwise2d conv_depthwise3d slow_conv3d slow_conv3d_forward""",
     "normalisation": """layer_norm batch_norm group_norm instance_norm rms_norm fused_rms_norm cudnn_batch_norm
         batch_norm_impl_index batch_norm_no_update batch_norm_with_update batch_norm_legit
         batch_norm_legit_no_training local_response_norm""",

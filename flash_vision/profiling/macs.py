@@ -219,7 +219,7 @@ class _Recorder(TorchDispatchMode):
         cost.elements += sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
         formula = _MISSING.get(packet)
         if formula is not None:
-            flops = formula(*_shapes(args), out_shape=out.shape)
+            flops = formula(*_shapes(args))
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
         else:
@@ -257,20 +257,20 @@ def _head_paths(model: nn.Module) -> tuple[str, ...]:
 # formulas that torch's registry lacks, in FLOPs: on a CPU the fused attention is one of them
 
 
-def _cpu_attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _cpu_attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
-def _vector_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _vector_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a.numel()
 
 
-def _addmv_flops(_added: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _addmv_flops(_added: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a.numel()
 
 
-def _addbmm_flops(_added: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _addbmm_flops(_added: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * a.numel() * b[-1]
 
 

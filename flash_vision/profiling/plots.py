@@ -40,12 +40,15 @@ def plot_throughput(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
         axes.remove()
     grid[0][0].legend(fontsize=8)
     device = rows[0]["device"]
-    figure.suptitle(f"Throughput on {device}: median, bars from lower to upper quartile", fontsize=11)
+    legend = "median, bars from lower to upper quartile, cross: not measured"
+    figure.suptitle(f"Throughput on {device}: {legend}", fontsize=11)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _draw(axes: Any, rows: Sequence[dict[str, Any]], models: Sequence[str]) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for i, model in enumerate(models):
@@ -57,11 +60,12 @@ def _draw(axes: Any, rows: Sequence[dict[str, Any]], models: Sequence[str]) -> N
         sizes = [r["img_size"] for r in good]
         axes.errorbar(sizes, speeds, (slow, fast), color=f"C{i}", marker="o", markersize=4, capsize=2, label=model)
         missing = [r["img_size"] for r in own if r["status"] != "ok"]
-        foot = [0.02 + 0.03 * i] * len(missing)
-        axes.plot(missing, foot, "x", color=f"C{i}", transform=axes.get_xaxis_transform(), clip_on=False)
+        foot = [0.03 + 0.03 * i] * len(missing)
+        axes.plot(missing, foot, "x", color=f"C{i}", transform=axes.get_xaxis_transform())
     ticks = sorted({r["img_size"] for r in rows})
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.tick_params(axis="y", which="both", labelsize=8)
     axes.set(xlabel="image side in pixels", ylabel="images/s")

@@ -110,6 +110,12 @@ def _scaled_dot_product_attention(inputs: list[Any], outputs: list[Any]) -> int:
     return batch * length * num_keys * (width + value_width)
 
 
+def _convolution_by_name(inputs: list[Any], outputs: list[Any]) -> Counter[str]:
+    """A convolution with padding "same" or "valid"."""
+    batch, _, *sides = _shape(outputs[0])
+    return Counter({"conv": batch * math.prod(sides) * math.prod(_shape(inputs[1]))})
+
+
 def _einsum(inputs: list[Any], outputs: list[Any]) -> int:
     """Two operands: the product of all index sizes. More operands: fvcore's search for the best order."""
     equation = inputs[0].toIValue().replace(" ", "")
@@ -131,6 +137,7 @@ _FLOP_HANDLERS: dict[str, Callable[..., Any]] = {
     "aten::baddbmm_": _added_matmul,
     "aten::addmv": _added_matmul,
     "aten::addbmm": _addbmm,
+    "aten::_convolution_mode": _convolution_by_name,
     "aten::einsum": _einsum,
     "aten::scaled_dot_product_attention": _scaled_dot_product_attention,
 }
