@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import RmsNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
@@ -37,6 +36,14 @@ def _merge_heads(x: Tensor, num_heads: int) -> Tensor:
     if num_heads == 1:
         return x.squeeze(1)
     return x.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+class BranchNorm(nn.RMSNorm):
+    """RMS norm over E in the dtype of its input: mixed dtypes, as under autocast, have no fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, G, P, E) to the same."""
+        return F.rms_norm(x, [x.shape[-1]], self.weight.to(x.dtype), 1e-6)
 
 
 class GatedAttentionUnit(nn.Module):
@@ -205,8 +212,8 @@ class MixedChunkUnit(GatedAttentionUnit):
         self.local_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_local else None
         self.global_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_global else None
         hidden_dim = self.value.out_features
-        self.local_norm = RmsNorm(hidden_dim, **dd) if normed and self.has_local else nn.Identity()
-        self.global_norm = RmsNorm(hidden_dim, **dd) if normed and self.has_global else nn.Identity()
+        self.local_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_local else nn.Identity()
+        self.global_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_global else nn.Identity()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -81,12 +81,15 @@ def _image_and_patch(
 def _unit_factory(
     unit: str, common: Dict[str, Any], attention: Dict[str, Any], branches: Dict[str, Any]
 ) -> Callable[[int], nn.Module]:
-    """The constructor of one unit; options that this unit does not have must be at the model's defaults."""
+    """The constructor of one unit; options that this unit does not have must be at the model's defaults.
+
+    Only qk_dim, a size that every variant sets, may stand beside unit="glu".
+    """
     if unit == "mixed":
         return partial(MixedChunkUnit, **common, **attention, **branches)
     defaults = {name: p.default for name, p in inspect.signature(FlashGAU).parameters.items()}
     for name, value in {**branches, **(attention if unit == "glu" else {})}.items():
-        if name in defaults and value != defaults[name]:
+        if name in defaults and name != "qk_dim" and value != defaults[name]:
             raise ValueError(f"{name} is no option of unit={unit!r}, got {name}={value!r}")
     if unit == "quadratic":
         return partial(GatedAttentionUnit, **common, **attention)

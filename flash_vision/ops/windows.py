@@ -25,8 +25,8 @@ class WindowLayout(NamedTuple):
 def window_side(length: int, nominal: int) -> int:
     """The side of the windows along an axis of `length` tokens that leaves the least padding.
 
-    Candidates are the sides from half to one and a half times `nominal`; of those with the least padding the nearest
-    to `nominal` wins, the larger one in a tie. An axis no longer than `nominal` is one window.
+    Candidates are the sides from two thirds of `nominal` to one and a half times it; of those with the least padding
+    the nearest to `nominal` wins, the larger one in a tie. An axis no longer than `nominal` is one window.
 
     Args:
         length: tokens along the axis, at least 1.
@@ -49,7 +49,7 @@ def window_side(length: int, nominal: int) -> int:
     for distance in range(1, nominal // 2 + 1):
         for side in (nominal + distance, nominal - distance):
             padding = -length % side
-            if padding < least:
+            if padding < least and 3 * side >= 2 * nominal:
                 best = side
                 least = padding
     return best

@@ -1,0 +1,190 @@
+"""The gated units: their formulas spelt out, their identities, their bad input."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_vision.layers import GatedAttentionUnit, GatedLinearUnit, MixedChunkUnit, ScaleOffset, TokenWindows
+from flash_vision.ops import reference
+from flash_vision.ops.windows import merge_windows, partition_windows
+
+DIM = 12
+
+
+def tokens_of(height, width, *, window=(3, 3), one_window=False, rotary_dim=0):
+    windows = TokenWindows((height, width), window, one_window=one_window, rotary_dim=rotary_dim)
+    return windows(torch.randn(2, height, width, DIM, dtype=torch.float64))
+
+
+def randomised(unit):
+    """Leave no parameter at a value that would hide a mistake (zeros, ones)."""
+    for parameter in unit.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return unit.double()
+
+
+def roles_of(unit, x):
+    base = F.silu(unit.base(x))
+    return [base * g + b for g, b in zip(unit.scale_offset.gamma, unit.scale_offset.beta, strict=True)]
+
+
+@pytest.mark.parametrize("global_fn", ["plain", "inline", "elu1"])
+@pytest.mark.parametrize(("score_fn", "divisor"), [("relu2", "inside"), ("relu2", "outside"), ("laplace", "outside")])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+def test_mixed_chunk_unit_is_its_formula(height, width, score_fn, divisor, global_fn):
+    x, context = tokens_of(height, width)
+    how = {"score_fn": score_fn, "divisor": divisor, "global_fn": global_fn}
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3), **how))
+    bias = unit.position_bias(context.relative_index)[0, 0]
+    value = F.silu(unit.value(x))
+    mixed = reference.mixed_chunk_attention(*roles_of(unit, x), value, bias, context.key_mask, **how)
+    expected = (mixed * F.silu(unit.gate(x))) @ unit.proj.weight.mT + unit.proj.bias
+    out = unit(x, context)
+    real = slice(None) if context.key_mask is None else context.key_mask
+    torch.testing.assert_close(out[:, real], expected[:, real])
+    leaves = list(unit.parameters())
+    weight = torch.randn_like(out[:, real])
+    fast = torch.autograd.grad(out[:, real], leaves, weight)
+    slow = torch.autograd.grad(expected[:, real], leaves, weight)
+    for (name, _), a, b in zip(unit.named_parameters(), fast, slow, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_gated_attention_unit_is_its_formula():
+    x, context = tokens_of(5, 4, one_window=True)
+    unit = randomised(GatedAttentionUnit(DIM, qk_dim=8, score_fn="softmax"))
+    q, k = roles_of(unit, x)
+    mixed = torch.softmax(q @ k.mT / 8**0.5, -1) @ F.silu(unit.value(x))
+    torch.testing.assert_close(unit(x, context), unit.proj(mixed * F.silu(unit.gate(x))))
+
+
+def test_one_window_makes_the_local_branch_full_attention():
+    x, context = tokens_of(4, 3, window=(4, 3))
+    whole = randomised(GatedAttentionUnit(DIM, qk_dim=8, bias_window=(4, 3)))
+    local = MixedChunkUnit(DIM, qk_dim=8, bias_window=(4, 3), branches="local").double()
+    local.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(local(x, context), whole(x, context))
+
+
+def test_permuting_whole_windows_permutes_the_output():
+    x, context = tokens_of(6, 9)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))
+    order = torch.randperm(x.shape[1])
+    torch.testing.assert_close(unit(x[:, order], context), unit(x, context)[:, order])
+
+
+def test_local_branch_stays_in_its_window_and_global_branch_reaches_all():
+    x, context = tokens_of(6, 6)
+    changed = x.clone()
+    changed[:, 0] += 1.0
+    for branches, reaches in (("local", False), ("global", True), ("both", True)):
+        unit = randomised(MixedChunkUnit(DIM, qk_dim=8, branches=branches))
+        other_windows = (unit(changed, context) - unit(x, context))[:, 1:].abs().max()
+        assert (other_windows > 1e-6) == reaches, branches
+
+
+@pytest.mark.parametrize("branch_norm", ["none", "scale", "rms"])
+@pytest.mark.parametrize("value_conv", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_padding_changes_no_real_token(branch_norm, value_conv, num_heads):
+    x, context = tokens_of(7, 5, rotary_dim=8 // num_heads)
+    assert context.key_mask is not None
+    how = {"global_fn": "inline", "bias_window": (3, 3), "num_heads": num_heads}
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, branch_norm=branch_norm, value_conv=value_conv, **how))
+    before = unit(x, context)[:, context.key_mask]
+    x[:, ~context.key_mask] = 100.0
+    torch.testing.assert_close(unit(x, context)[:, context.key_mask], before)
+
+
+def test_heads_split_the_channels_into_independent_units():
+    """Zeroing one head's gate leaves exactly the other head."""
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, num_heads=2, gate=False, global_fn="inline"))
+    value = F.silu(unit.value(x))
+    outputs = []
+    for head in range(2):
+        q, k = slice(4 * head, 4 * head + 4), slice(DIM * head, DIM * head + DIM)
+        roles = [role[..., q] for role in roles_of(unit, x)]
+        how = {"score_fn": "relu2", "divisor": "outside", "global_fn": "inline"}
+        outputs.append(reference.mixed_chunk_attention(*roles, value[..., k], **how))
+    torch.testing.assert_close(unit(x, context), unit.proj(torch.cat(outputs, -1)))
+
+
+def test_value_convolution_is_a_depthwise_convolution_of_the_raster_image():
+    x, context = tokens_of(7, 5)
+    plain = randomised(GatedAttentionUnit(DIM, qk_dim=8))
+    conv = GatedAttentionUnit(DIM, qk_dim=8, value_conv=True).double()
+    conv.load_state_dict(plain.state_dict(), strict=False)
+    image = merge_windows(F.silu(conv.value(x)), context.layout).permute(0, 3, 1, 2)
+    term = partition_windows(conv.value_conv(image).permute(0, 2, 3, 1), context.layout)
+    expected = plain(x, context) + (term * F.silu(conv.gate(x))) @ conv.proj.weight.mT
+    torch.testing.assert_close(conv(x, context), expected)
+
+
+def test_branch_factors_scale_each_branch():
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, branch_norm="scale", gate=False, global_fn="inline"))
+    torch.nn.init.zeros_(unit.global_scale)
+    local = MixedChunkUnit(DIM, qk_dim=8, branches="local", branch_norm="scale", gate=False).double()
+    state = {k: v for k, v in unit.state_dict().items() if k != "global_scale"}
+    state["scale_offset.gamma"], state["scale_offset.beta"] = (
+        state[f"scale_offset.{n}"][:2] for n in ("gamma", "beta")
+    )
+    local.load_state_dict(state)
+    torch.testing.assert_close(unit(x, context), local(x, context))
+
+
+def test_gated_linear_unit_mixes_no_tokens():
+    x, context = tokens_of(6, 6)
+    unit = randomised(GatedLinearUnit(DIM))
+    out = unit(x, context)
+    torch.testing.assert_close(out[:, 1, 2], unit.proj(F.silu(unit.gate(x[:, 1, 2])) * F.silu(unit.value(x[:, 1, 2]))))
+    assert torch.autograd.functional.jacobian(lambda t: unit(t, context)[0, 0, 0], x)[:, 0, 0, 1:].abs().max() == 0
+
+
+def test_scale_offset_makes_each_role_of_its_own_row():
+    layer = ScaleOffset(3, 2)
+    with torch.no_grad():
+        layer.gamma.copy_(torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
+        layer.beta.copy_(torch.tensor([[0.0, 0.0, 0.0], [4.0, 5.0, 6.0]]))
+    first, second = layer(torch.ones(2, 3))
+    assert first[0].tolist() == [1, 2, 3]
+    assert second[1].tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("num_heads", "dtype"), list(itertools.product([1, 3], [torch.bfloat16, torch.float16])))
+def test_units_run_in_low_precision(num_heads, dtype):
+    x, context = tokens_of(7, 5)
+    unit = MixedChunkUnit(DIM, qk_dim=12, num_heads=num_heads, global_fn="inline", bias_window=(3, 3))
+    with torch.autocast("cpu", dtype=dtype):
+        out = unit(x.float(), context)
+    assert out.dtype == dtype
+    assert torch.isfinite(out).all()
+    assert unit.to(dtype)(x.to(dtype), context).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"score_fn": "relu"}, ["score_fn", "'relu2'", "'relu'"]),
+        ({"divisor": "none"}, ["divisor", "'none'"]),
+        ({"score_fn": "softmax", "divisor": "inside"}, ["divisor", "softmax"]),
+        ({"qk_dim": 0}, ["qk_dim", "at least 1", "0"]),
+        ({"num_heads": 3, "qk_dim": 8}, ["num_heads", "3", "8"]),
+        ({"expansion": 0.01}, ["expansion", "at least 1"]),
+        ({"global_fn": "linear"}, ["global_fn", "'linear'"]),
+        ({"branches": "none"}, ["branches", "'none'"]),
+        ({"branch_norm": "layer"}, ["branch_norm", "'layer'"]),
+    ],
+)
+def test_bad_arguments_are_named_with_constraint_and_value(arguments, words):
+    with pytest.raises(ValueError) as error:
+        MixedChunkUnit(DIM, **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_unknown_keywords_are_an_error():
+    with pytest.raises(TypeError):
+        MixedChunkUnit(DIM, key_size=3)

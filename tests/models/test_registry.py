@@ -1,0 +1,70 @@
+"""Every registered model: its parameters and MACs, exact, and beside the ViT that it stands for."""
+
+import pytest
+import timm
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import flash_vision
+
+# parameters, MACs at the model's own input size (matrix products and convolutions, attention included)
+GOLDEN = {
+    "flash_gau_pico": (1387340, 95286272),
+    "flash_gau_tiny": (5877808, 1309936128),
+    "flash_gau_small": (22662256, 4989785088),
+    "flash_gau_base": (88369648, 18873818112),
+    "flash_gau_large": (310704120, 66513928192),
+    "flash_gau_small_patch8_224": (22666864, 19784580096),
+    "flash_gau_small_paper": (23190593, 5582564352),
+    "flash_quad_tiny": (5888128, 1481989632),
+    "flash_quad_small": (22669504, 5102681088),
+    "flash_quad_base": (88373824, 18615060480),
+}
+PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
+PEERS["large"] = "vit_large_patch16_224"
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def macs(model):
+    """On the meta device torch's counter sees fused attention too."""
+    height, width = model.pretrained_cfg["input_size"][1:]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, height, width, device="meta"))
+    return counter.get_total_flops() // 2
+
+
+def test_importing_the_package_registers_exactly_these_models():
+    assert set(timm.list_models("flash_*")) == set(GOLDEN)
+    assert flash_vision.create_model is timm.create_model
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_parameters_and_macs_are_the_recorded_ones(name):
+    model = timm.create_model(name, device="meta").eval()
+    assert (parameters(model), macs(model)) == GOLDEN[name]
+
+
+@pytest.mark.parametrize("size", PEERS)
+def test_size_and_cost_match_the_vit_of_the_same_name(size):
+    model = timm.create_model(f"flash_gau_{size}", device="meta").eval()
+    vit = timm.create_model(PEERS[size], device="meta").eval()
+    assert abs(parameters(model) / parameters(vit) - 1) < 0.05
+    assert abs(macs(model) / macs(vit) - 1) < 0.12
+    assert len(model.blocks) == 2 * len(vit.blocks)
+
+
+def test_paper_recipe_is_the_published_one():
+    model = timm.create_model("flash_gau_small_paper", depth=2)
+    unit = model.blocks[0].unit
+    assert (unit.score_fn, unit.divisor, unit.global_fn, unit.num_heads) == ("relu2", "inside", "plain", 1)
+    assert unit.value_conv is None
+    assert unit.local_scale is None
+    assert model.pos_embed is None
+    assert model.pos_scale.item() == pytest.approx(384**-0.5)
+    assert model.windows.rope_temperature == 10000
+    for weight in (unit.gate.weight, unit.proj.weight, unit.scale_offset.gamma, model.patch_embed.proj.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.15)
+    assert unit.scale_offset.beta.abs().max() == 0
