@@ -37,3 +37,15 @@ def fails_always(pretrained: bool = False, **kwargs: object) -> nn.Module:
 @register_model
 def works_at_any_size(pretrained: bool = False, **kwargs: object) -> nn.Module:
     return _Failing(10**9, RuntimeError("never"))
+
+
+class _Drifting(_Failing):
+    """Gives twice its value under autocast: what a wrong low-precision kernel would look like."""
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.mean((2, 3))) * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+
+@register_model
+def drifts_in_low_precision(pretrained: bool = False, **kwargs: object) -> nn.Module:
+    return _Drifting(10**9, RuntimeError("never"))
