@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import flash_vision  # noqa: F401 (registers the models)
+
 torch.set_num_threads(1)
 
 

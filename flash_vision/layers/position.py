@@ -3,8 +3,28 @@
 from typing import Tuple
 
 import torch
-from timm.layers import resize_rel_pos_bias_table
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def resize_bias_table(table: Tensor, old_window: Tuple[int, int], new_window: Tuple[int, int]) -> Tensor:
+    """A relative position table of one nominal window made to fit another: every offset keeps its value.
+
+    Offsets that the old window did not have take the nearest one's value, as `ops.relative_position_index` does at
+    run time. Swin's interpolation would instead give each offset the value of a smaller or larger one.
+
+    Args:
+        table: ((2h - 1) * (2w - 1), heads) of `old_window` (h, w).
+        old_window, new_window: (rows, columns) in tokens.
+
+    Returns:
+        The table of `new_window`.
+    """
+    by_offset = table.t().reshape(1, table.shape[1], 2 * old_window[0] - 1, 2 * old_window[1] - 1)
+    rows, columns = new_window[0] - old_window[0], new_window[1] - old_window[1]
+    by_offset = F.pad(by_offset, (min(columns, 0),) * 2 + (min(rows, 0),) * 2)  # a smaller window: cut
+    by_offset = F.pad(by_offset, (max(columns, 0),) * 2 + (max(rows, 0),) * 2, mode="replicate")
+    return by_offset.flatten(2)[0].t().contiguous()
 
 
 class RelativePositionBias(nn.Module):
@@ -31,13 +51,11 @@ class RelativePositionBias(nn.Module):
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def set_window_size(self, window_size: Tuple[int, int]) -> None:
-        """Resample the table to another nominal window."""
+        """Fit the table to another nominal window."""
         if window_size == self.window_size:
             return
         table = self.relative_position_bias_table
-        shape = ((2 * window_size[0] - 1) * (2 * window_size[1] - 1), table.shape[1])
-        with torch.no_grad():
-            resized = resize_rel_pos_bias_table(table, window_size, shape, old_window_size=self.window_size)
+        resized = resize_bias_table(table.detach(), self.window_size, window_size)
         self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
         self.window_size = window_size
 

@@ -296,7 +296,9 @@ class FlashGAU(nn.Module):
         patch_size: Optional[Union[int, Tuple[int, int]]] = None,
         window_size: Optional[Union[int, Tuple[int, int]]] = None,
     ) -> None:
-        """Another nominal image, patch or window size; positions, patch kernel and bias tables are resampled.
+        """Another nominal image, patch or window size.
+
+        Positions and the patch kernel are resampled; bias tables are cut or padded, every offset keeping its value.
 
         Args:
             img_size: pixels, as in the constructor; None keeps it.

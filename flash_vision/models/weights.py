@@ -1,13 +1,15 @@
 """Initial weights and checkpoints, for every model family here."""
 
-from typing import Any, Dict, Optional, Tuple
+import math
+from typing import Any, Dict, Tuple
 
-from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
 
 from flash_vision.layers import RelativePositionBias, ScaleOffset
 from flash_vision.layers.checks import positive_pair
+from flash_vision.layers.position import resize_bias_table
 
 
 def init_fan_in(module: nn.Module, name: str, needs_reset: bool) -> None:
@@ -70,15 +72,17 @@ def checkpoint_filter_fn(state_dict: Dict[str, Any], model: Any) -> Dict[str, Te
                     value, new_size=list(grid_size), old_size=old_size and list(old_size), num_prefix_tokens=0
                 )
         elif key in tables:
-            table = tables[key]
-            value = resize_rel_pos_bias_table(
-                value, table.window_size, tuple(table.relative_position_bias_table.shape), _source_window(model)
-            )
+            value = resize_bias_table(value, _source_window(model, value.shape[0]), tables[key].window_size)
         out[key] = value
     return out
 
 
-def _source_window(model: Any) -> Optional[Tuple[int, int]]:
-    """The window size that the checkpoint was built with, where its metadata tells."""
+def _source_window(model: Any, num_offsets: int) -> Tuple[int, int]:
+    """The window of a checkpoint's bias table: from its metadata, or square."""
     window_size = getattr(model, "pretrained_model_args", {}).get("window_size")
-    return None if window_size is None else positive_pair("window_size", window_size)
+    if window_size is not None:
+        return positive_pair("window_size", window_size)
+    side = math.isqrt(num_offsets)
+    if side * side != num_offsets:
+        raise ValueError(f"window_size of a bias table of {num_offsets} offsets must be in the checkpoint's metadata")
+    return (side + 1) // 2, (side + 1) // 2

@@ -70,9 +70,10 @@ class TokenMoves(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in self.LAYOUT and isinstance(out, torch.Tensor) and out.numel() >= self.num_values:
-            if out.shape[0] % BATCH == 0:  # parameters, such as the bias of a large window, have no batch
-                self.found.append(name)
+        is_large = isinstance(out, torch.Tensor) and out.numel() >= self.num_values
+        # parameters, such as the bias of a large window, have no batch
+        if name in self.LAYOUT and is_large and out.shape[0] % BATCH == 0:
+            self.found.append(name)
         return out
 
 
