@@ -84,7 +84,8 @@ def _peak_resident_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / MIB
 
 
-def _measure(request: dict[str, Any]) -> PeakMemory:
+def resident_peak(request: dict[str, Any]) -> PeakMemory:
+    """What the child does: builds the model of a request of `child_peak`, runs its steps, reads its own peak."""
     torch.set_num_threads(request["threads"])
     size = request["case"].pop("img_size")
     case = Case(img_size=size if isinstance(size, int) else tuple(size), **request["case"])
@@ -100,4 +101,4 @@ def _measure(request: dict[str, Any]) -> PeakMemory:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(_measure(json.loads(sys.argv[1])))))
+    print(json.dumps(dataclasses.asdict(resident_peak(json.loads(sys.argv[1])))))

@@ -115,34 +115,48 @@ def plot_scaling(rows: Sequence[dict[str, Any]], model: str, path: str | Path) -
     curves, crossings = _curves(rows), crossovers(rows, model)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     cost, ratio = figure.subplots(1, 2)
-    for name, curve in curves.items():
+    for i, (name, curve) in enumerate(curves.items()):
         sizes = list(curve)
         own = name == model
-        style = {"linewidth": 2.6 if own else 1.5, "marker": "o", "markersize": 3.5, "zorder": 3 if own else 2}
-        (line,) = cost.plot(sizes, [curve[s] / 1e9 for s in sizes], label=name, **style)
+        style = {"color": f"C{i}", "linewidth": 2.6 if own else 1.5, "marker": "o", "markersize": 3.5}
+        cost.plot(sizes, [curve[s] / 1e9 for s in sizes], label=name, zorder=3 if own else 2, **style)
         shared = [s for s in sizes if s in curves[model]]
-        relative = [curve[s] / curves[model][s] for s in shared]
-        ratio.plot(shared, relative, color=line.get_color(), label=name, **style)
-    for i, crossing in enumerate(crossings):
-        label = "costs the same as a peer" if i == 0 else None
-        cost.plot(crossing.img_size, crossing.macs / 1e9, "kx", markersize=9, markeredgewidth=2, zorder=4, label=label)
-        ratio.plot(crossing.img_size, 1, "kx", markersize=9, markeredgewidth=2, zorder=4)
-        offset = (6, 8) if i % 2 else (6, -16)
-        ratio.annotate(f"{crossing.img_size:.0f} px", (crossing.img_size, 1), xytext=offset, textcoords="offset points")
+        ratio.plot(shared, [curve[s] / curves[model][s] for s in shared], zorder=3 if own else 2, **style)
+        own_crossings = [c for c in crossings if c.peer == name]
+        if own_crossings:
+            at = [c.img_size for c in own_crossings]
+            mark = {
+                "linestyle": "",
+                "marker": "X",
+                "markersize": 9,
+                "color": f"C{i}",
+                "markeredgecolor": "k",
+                "zorder": 4,
+            }
+            cost.plot(at, [c.macs / 1e9 for c in own_crossings], **mark)
+            ratio.plot(at, [1] * len(at), label=f"{name}: {', '.join(f'{size:.0f}' for size in at)} px", **mark)
     cost.set(ylabel="GMACs per image", title="Cost of a forward pass", yscale="log")
     ratio.set(ylabel=f"MACs over those of {model}", title=f"Relative to {model}", yscale="log")
     ratio.set_yticks(*_ratio_ticks(ratio.get_ylim()))
     ratio.minorticks_off()
     for axes in (cost, ratio):
-        ticks = [t for t in (160, 224, 384, 512, 768, 1024, 1536, 2048, 4096) if any(t in c for c in curves.values())]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(t) for t in ticks])
-        axes.set_xlabel("image side in pixels")
-        axes.grid(alpha=0.3)
+        _size_axis(axes, sorted({size for curve in curves.values() for size in curve}))
     cost.legend(fontsize=8)
+    if crossings:
+        ratio.legend(fontsize=8, title="costs the same at", title_fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return crossings
+
+
+def _size_axis(axes: Any, sizes: Sequence[int]) -> None:
+    few = [size for size in sizes if size in (160, 224, 384, 512, 768, 1024, 1536, 2048, 4096)]
+    ticks = sizes if len(sizes) < 10 else few
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.xaxis.minorticks_off()
+    axes.set_xlabel("image side in pixels")
+    axes.grid(alpha=0.3)
 
 
 def _ratio_ticks(limits: tuple[float, float]) -> tuple[list[float], list[str]]:

@@ -1,6 +1,7 @@
 """The benchmark's rows: ratios, failures that stay rows, memory, settings."""
 
 import csv
+import dataclasses
 import json
 import math
 import subprocess
@@ -13,7 +14,7 @@ from torch import nn
 
 from flash_vision.profiling.build import check_device, is_out_of_memory
 from flash_vision.profiling.environment import environment
-from flash_vision.profiling.memory import child_peak
+from flash_vision.profiling.memory import child_peak, resident_peak
 from flash_vision.profiling.plots import plot_throughput
 from flash_vision.profiling.steps import Case, step_of
 from flash_vision.profiling.tables import markdown_table, write_csv, write_json
@@ -93,8 +94,12 @@ def test_peak_memory_of_a_child_process_grows_with_the_activations():
     small, large = (child_peak("test_vit", Case(img_size=160, batch_size=b), threads=1) for b in (1, 24))
     assert small.status == large.status == "ok"
     assert small.idle_mib < small.peak_mib < large.peak_mib
-    failed = child_peak("test_vit", Case(img_size=10), threads=1)
-    assert failed.status.startswith("failed: ")
+
+
+@pytest.mark.parametrize(("name", "status"), [(BROKEN, "failed: the model is broken"), (OOM, "out of memory")])
+def test_a_child_process_reports_why_it_failed(name, status):
+    case = dataclasses.asdict(Case(img_size=64))
+    assert resident_peak({"model": name, "threads": 1, "case": case}).status == status
 
 
 def test_out_of_memory_is_told_from_other_errors():
