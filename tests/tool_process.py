@@ -15,9 +15,10 @@ TOOLS = Path(__file__).parent.parent / "tools"
 
 # Imports what the tools import, then forks for each request; the child becomes `python tools/NAME.py` to the letter.
 _SERVER = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import flash_vision.data.shards, flash_vision.train.averaging, flash_vision.train.picture
 import flash_vision.train.predict, flash_vision.train.reports
+gc.collect(), gc.freeze()
 print("ready", flush=True)
 for line in sys.stdin:
     request = json.loads(line)

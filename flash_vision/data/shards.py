@@ -8,6 +8,8 @@ KEY.cls (the class index) and KEY.json (file name and class name). `_info.json` 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import itertools
@@ -101,6 +103,14 @@ def make_shards(config: ShardConfig) -> dict[str, Any]:
     check_class_folder(config.data_dir)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
+    with _sole_writer(output):
+        for leftover in output.glob(f".{config.split}-*.tar.*.tmp"):  # of a run that was killed
+            leftover.unlink()
+        return _make_missing(config, output)
+
+
+def _make_missing(config: ShardConfig, output: Path) -> dict[str, Any]:
+    """make_shards, once it is the only writer in `output`."""
     samples, class_names = _shuffled_samples(config)
     fingerprint = _fingerprint(samples, class_names, config)
     info = _read_info(output)
@@ -147,6 +157,19 @@ def make_shards(config: ShardConfig) -> dict[str, Any]:
     write_text(output / INFO_NAME, json.dumps(info, indent=1, ensure_ascii=False) + "\n")
     _progress_path(output, config).unlink(missing_ok=True)
     return entry
+
+
+@contextlib.contextmanager
+def _sole_writer(output: Path) -> Iterator[None]:
+    """Holds a lock on the folder, which ends with the process however that ends."""
+    descriptor = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"{output}: another run is writing there") from None
+    finally:
+        os.close(descriptor)
 
 
 def _shuffled_samples(config: ShardConfig) -> tuple[list[tuple[str, int]], list[str]]:

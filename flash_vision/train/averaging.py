@@ -85,6 +85,7 @@ def average_checkpoints(config: AverageConfig) -> int:
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     with written_whole(config.output) as temporary:
         save_file({key: value.contiguous() for key, value in weights.items()}, temporary)
+        temporary.chmod(0o644)  # safetensors makes files that only their owner can read
     if source.is_file() and not target.is_file():
         with written_whole(target) as temporary:
             shutil.copyfile(source, temporary)

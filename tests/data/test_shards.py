@@ -17,7 +17,7 @@ from timm.data.dataset_factory import create_dataset
 from timm.data.loader import create_loader
 from tool_process import TOOLS, run_tool
 
-from flash_vision.data.shards import ShardConfig, make_shards
+from flash_vision.data.shards import ShardConfig, _sole_writer, make_shards
 
 
 def write_image(path, number):
@@ -164,8 +164,15 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(folder, tmp_path):
     assert not (tmp_path / "out" / "_info.json").exists()
     for path in (tmp_path / "out").glob("*.tar"):
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    (tmp_path / "out" / ".train-000150.tar.12345.tmp").write_text("what a kill leaves behind")
     make_shards(config(folder, tmp_path / "out"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_second_run_into_the_same_folder_is_refused_while_the_first_one_writes(folder, tmp_path):
+    with _sole_writer(tmp_path), pytest.raises(ValueError, match="another run is writing there"):
+        make_shards(config(folder, tmp_path))
+    assert make_shards(config(folder, tmp_path))["num_samples"] == 21
 
 
 def test_several_processes_make_the_same_shards(folder, tmp_path):
