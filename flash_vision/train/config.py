@@ -79,7 +79,8 @@ class DistillConfig:
     Args:
         kd_model_name: teacher, any timm model; empty for none.
         kd_model_path: its weights file; its published weights when empty.
-        kd_model_kwargs: further arguments of timm.create_model for the teacher.
+        kd_model_kwargs: further arguments of timm.create_model for the teacher, among them num_classes where a file
+            has other classes than the student (feature only).
         kd_distill_type: logit (KL divergence of the outputs) or feature (squared error of the pooled features).
         kd_temperature: of the softmax (logit only).
         task_loss_weight: weight of the loss on the labels; 1 when not given.

@@ -329,6 +329,7 @@ def _loader(
         pin_memory=processes.device.type == "cuda",
         persistent_workers=persistent and config.workers > 0,
         worker_init_fn=_leave_signals_to_parent,
+        generator=torch.Generator(),  # its own, so that making an iterator draws no number from the global one
         **kwargs,
     )
 

@@ -134,11 +134,10 @@ def create_teacher(config: DistillConfig, num_classes: int) -> nn.Module:
     Raises:
         ValueError: unknown model, no weights for it, or (logit distillation) another number of classes.
     """
+    kwargs = dict(config.kd_model_kwargs)
+    classes = kwargs.pop("num_classes", num_classes if config.kd_model_path else None)
     source = ModelSource(
-        model=config.kd_model_name,
-        checkpoint=config.kd_model_path,
-        num_classes=num_classes if config.kd_distill_type == "logit" and config.kd_model_path else None,
-        model_kwargs=config.kd_model_kwargs,
+        model=config.kd_model_name, checkpoint=config.kd_model_path, num_classes=classes, model_kwargs=kwargs
     )
     try:
         loaded = load_model(source)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import yaml
 from PIL import Image
+from tool_process import TOOLS
 
 from flash_vision.train.reporting import read_metrics
-from tool_process import TOOLS
 
 TINY: dict[str, Any] = {
     "model": "test_vit",
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
 
 
 def write_images(root: Path, *, classes: int = 3, train: int = 16, validation: int = 7) -> Path:
-    """root/train/CLASS/N.jpg and root/validation/CLASS/N.jpg: noise of 20 x 24 pixels, of another brightness a class."""
+    """root/train/CLASS/N.jpg and root/validation/CLASS/N.jpg: noise of 20 x 24 pixels, brighter by class."""
     generator = np.random.default_rng(5)
     for split, count in (("train", train), ("validation", validation)):
         for label in range(classes):
@@ -100,7 +100,7 @@ class Run:
 
 
 def start(folder: Path, data: Path, *arguments: str, processes: int = 1, tool: str = "train", **settings: Any) -> Run:
-    """Starts tools/train.py with TINY, `settings` and the run folder `folder`, in `processes` processes as torchrun does.
+    """Starts tools/train.py with TINY, `settings` and the run folder `folder`, in so many processes.
 
     Args:
         arguments: further words of the command line.
@@ -129,7 +129,7 @@ def train(folder: Path, data: Path, **settings: Any) -> Run:
 
 @functools.cache
 def _warm() -> Any:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flash_vision.train.run", "flash_vision.train.quickstart", "training"])
     return context
