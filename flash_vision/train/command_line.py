@@ -10,6 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentParser
 
+from flash_vision.train.config import option_names
+
 EXIT_USAGE = 2
 
 Config = TypeVar("Config")
@@ -38,7 +40,7 @@ def run_tool(
         config_class: dataclass; every field becomes an option with its type checked and its docstring as help.
         description: first lines of --help.
         positional: name of the one field that is given without an option, as one or more words; empty for none.
-        argv: the arguments, `sys.argv[1:]` by default.
+        argv: the arguments, `sys.argv[1:]` by default; `--batch-size` is read as `--batch_size`.
     Returns:
         Exit code: 0, or 2 after a ValueError or OSError, which stands on stderr as one line.
     """
@@ -51,7 +53,7 @@ def run_tool(
         as_group=False,
         skip={positional} if positional else set(),
     )
-    values = parser.parse_args(argv)
+    values = parser.parse_args(option_names(sys.argv[1:] if argv is None else argv))
     parsed: dict[str, Any] = values.as_dict()
     parsed.pop("config", None)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s: %(message)s")

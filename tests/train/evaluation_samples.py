@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import flash_vision  # noqa: F401  registers flash_gau_pico
+
 CLASSES = ("blue", "green", "red")
 
 

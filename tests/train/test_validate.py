@@ -116,7 +116,7 @@ def test_summary_and_class_table_add_up(folder, weights):
 def test_the_tool_writes_json_and_csv_that_agree(folder, weights, tmp_path):
     output = tmp_path / "results"
     arguments = ["--model", "test_vit", "--num_classes", 3, "--checkpoint", weights, "--data_dir", folder]
-    arguments += ["--img_size", "[64,96]", "--workers", 0, "--device", "cpu", "--output_dir", output]
+    arguments += ["--img-size", "[64,96]", "--workers", 0, "--device", "cpu", "--output_dir", output]
     done = run_tool("validate", *arguments)
     assert done.code == 0, done.stderr
     assert done.stdout.count("top-1") == 2
