@@ -122,8 +122,10 @@ def _summarise(events: list[Any], steps: int, on_gpu: bool) -> Breakdown:
         own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
         if event.name.startswith(_REGION):
             whole = (event.device_time_total if on_gpu else event.cpu_time_total) / 1e3 / steps
-            form = event.name.removeprefix(_REGION)
-            attention[form] = attention.get(form, 0.0) + whole
+            inside, *outside = [name.removeprefix(_REGION) for name in _ancestors(event) if name.startswith(_REGION)]
+            attention[inside] = attention.get(inside, 0.0) + whole
+            if outside:
+                attention[outside[0]] = attention.get(outside[0], 0.0) - whole
         kind = _kind(event)
         if kind == "unknown":
             unknown.add(event.name)

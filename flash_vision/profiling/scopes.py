@@ -17,8 +17,17 @@ from torch import nn
 
 from flash_vision.ops import attention
 
-# function of flash_vision.ops.attention -> form of the product
-ATTENTION_FUNCTIONS = {"quadratic_attention": "quadratic", "linear_attention": "linear"}
+# function of flash_vision.ops.attention -> form of its products; where they call each other the innermost counts
+ATTENTION_FUNCTIONS = {
+    "quadratic_attention": "quadratic",
+    "attention_weights": "quadratic",
+    "local_product": "quadratic",
+    "mixed_product": "quadratic",
+    "linear_attention": "linear",
+    "linear_factors": "linear",
+    "key_value_summary": "linear",
+    "global_product": "linear",
+}
 
 
 class ModulePath:
@@ -87,7 +96,9 @@ def attention_scopes(scope: Callable[[str], AbstractContextManager[Any]]) -> Ite
     """
     with ExitStack() as patches:
         for name, form in ATTENTION_FUNCTIONS.items():
-            original = getattr(attention, name)
+            original = vars(attention).get(name)
+            if original is None:
+                continue
             replacement = _inside(scope, form, original)
             for module_name, module in list(sys.modules.items()):
                 if module_name.partition(".")[0] == "flash_vision" and vars(module).get(name) is original:
