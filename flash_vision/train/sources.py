@@ -240,7 +240,7 @@ def _open_folder(config: DataConfig, split: str, class_to_idx: dict[str, int] | 
 
 
 def find_split(data_dir: str, split: str) -> Path:
-    """The folder or .tar of a split below `data_dir`, under its name or one of timm's synonyms.
+    """The folder, NAME.tar or SET-NAME.tar of a split below `data_dir`, under its name or one of timm's synonyms.
 
     Raises:
         ValueError: none is there; where timm would take the whole of data_dir, this does not.
@@ -248,7 +248,7 @@ def find_split(data_dir: str, split: str) -> Path:
     root = Path(data_dir)
     synonyms = next((names for names in SPLIT_NAMES if split in names), ())
     for name in dict.fromkeys((split, *synonyms)):
-        for candidate in (root / name, root / f"{name}.tar"):
+        for candidate in (root / name, root / f"{name}.tar", *sorted(root.glob(f"*-{name}.tar"))):
             if candidate.exists():
                 return candidate
     tried = ", ".join(dict.fromkeys((split, *synonyms)))

@@ -158,7 +158,7 @@ def test_shards_are_continued_in_mid_epoch_to_the_bit(shards, tmp_path):
 
 
 def test_each_image_of_a_validation_shard_counts_once_over_processes(shards, tmp_path):
-    still = {"epochs": 1, "lr": 1e-12, "warmup_epochs": 0}
+    still = {"epochs": 1, "lr": 1e-12, "min_lr": 0.0, "warmup_epochs": 0}
     one = train(tmp_path / "one", shards, **wds_settings(**still))
     two = start(tmp_path / "two", shards, processes=2, **wds_settings(**still, batch_size=4)).finish_well()
     assert two.evaluations()[0]["loss"] == pytest.approx(one.evaluations()[0]["loss"], abs=1e-5)
