@@ -13,10 +13,19 @@ from timm.models import register_notrace_module
 from torch import Tensor, nn
 
 from flash_vision.layers.checks import check_choice, check_positive
-from flash_vision.layers.position import RelativePositionBias
-from flash_vision.layers.scale_offset import ScaleOffset
+from flash_vision.layers.position import RelativePositionBias, position_bias
+from flash_vision.layers.scale_offset import ScaleOffset, scale_offset
 from flash_vision.layers.windows import TokenContext
-from flash_vision.ops.attention import DIVISORS, GLOBAL_FNS, SCORE_FNS, linear_attention, quadratic_attention
+from flash_vision.ops.attention import (
+    DIVISORS,
+    GLOBAL_FNS,
+    SCORE_FNS,
+    attention_weights,
+    global_product,
+    linear_factors,
+    local_product,
+)
+from flash_vision.ops.gated import Factors, apply_factors, gated_output
 from flash_vision.ops.position import rotate
 from flash_vision.ops.windows import merge_windows, partition_windows
 
@@ -105,20 +114,28 @@ class GatedAttentionUnit(nn.Module):
         self.num_heads = num_heads
         self.score_fn = score_fn
         self.divisor = divisor
-        self.gate = nn.Linear(dim, hidden_dim, **dd) if gate else None
-        self.value = nn.Linear(dim, hidden_dim, **dd)
-        self.base = nn.Linear(dim, qk_dim, **dd)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False, **dd) if gate else None
+        self.value = nn.Linear(dim, hidden_dim, bias=False, **dd)
+        self.base = nn.Linear(dim, qk_dim, bias=False, **dd)
         self.scale_offset = ScaleOffset(qk_dim, num_roles, **dd)
         self.position_bias = RelativePositionBias(bias_window, num_heads, **dd) if bias_window is not None else None
         self.value_conv = (
             nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, **dd) if value_conv else None
         )
-        self.proj = nn.Linear(hidden_dim, dim, **dd)
+        self.proj = nn.Linear(hidden_dim, dim, bias=False, **dd)
+        self.recomputes = gate and not value_conv and num_heads == 1
 
-    def _roles(self, base: Tensor, context: TokenContext) -> List[Tensor]:
-        """(B, G, P, S) to one (B, heads, G, P, S / heads) for each role."""
+    def factor_parameters(self) -> List[Tensor]:
+        """What `factors` depends on: gamma, beta and, with a position bias, its table."""
+        parameters: List[Tensor] = [self.scale_offset.gamma, self.scale_offset.beta]
+        if self.position_bias is not None:
+            parameters.append(self.position_bias.relative_position_bias_table)
+        return parameters
+
+    def _roles(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> List[Tensor]:
+        """Pre-activation (B, G, P, S) to one (B, heads, G, P, S / heads) for each role."""
         roles: List[Tensor] = []
-        for role in self.scale_offset(base):
+        for role in scale_offset(F.silu(base), parameters[0], parameters[1]):
             role = _split_heads(role, self.num_heads)
             rotary = context.rotary
             if rotary is not None:
@@ -126,27 +143,54 @@ class GatedAttentionUnit(nn.Module):
             roles.append(role)
         return roles
 
-    def _local(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext, scale: Optional[Tensor] = None) -> Tensor:
-        """Quadratic attention inside each window: (B, heads, G, P, E / heads)."""
+    def _local_weights(self, q: Tensor, k: Tensor, parameters: List[Tensor], context: TokenContext) -> Tensor:
+        """A of each window, (B, heads, G, P, P)."""
         bias: Optional[Tensor] = None
         if self.position_bias is not None:
-            bias = self.position_bias(context.relative_index)
-        return quadratic_attention(q, k, v, bias, context.key_mask, scale, score_fn=self.score_fn, divisor=self.divisor)
+            bias = position_bias(parameters[2], context.relative_index)
+        return attention_weights(q, k, bias, context.key_mask, score_fn=self.score_fn, divisor=self.divisor)
+
+    def factors(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> Factors:
+        """The weights that the values are mixed with; see `ops.gated.apply_factors`.
+
+        Args:
+            base: pre-activation X Wz, (B, G, P, S).
+            parameters: of `factor_parameters`, or tensors in their place.
+            context: the layout.
+        """
+        roles = self._roles(base, parameters, context)
+        return self._local_weights(roles[0], roles[1], parameters, context), None, None
 
     def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
-        """Mix the tokens: base (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
-        q, k = self._roles(base, context)
-        return _merge_heads(self._local(q, k, _split_heads(value, self.num_heads), context), self.num_heads)
+        """Mix the tokens: base, pre-activation, (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
+        weights, queries, keys = self.factors(base, self.factor_parameters(), context)
+        v = _split_heads(value, self.num_heads)
+        return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
+
+    @torch.jit.unused
+    def _train(self, x: Tensor, context: TokenContext) -> Tensor:
+        """forward with a small memory: `ops.gated` recomputes in the backward pass what is cheap to recompute."""
+        assert self.gate is not None
+
+        def factors(base: Tensor, *parameters: Tensor) -> Factors:
+            return self.factors(base, list(parameters), context)
+
+        gate, value, base = self.gate(x), self.value(x), self.base(x)
+        return gated_output(gate, value, base, self.proj.weight, factors, *self.factor_parameters())
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C), normed, to the residual (B, G, P, C)."""
-        value = F.silu(self.value(x))
-        mixed = self.mix(F.silu(self.base(x)), value, context)
+        train = torch.is_grad_enabled()
+        if not torch.jit.is_scripting() and train and self.recomputes and not torch.compiler.is_compiling():
+            return self._train(x, context)
+        value = F.silu(self.value(x), inplace=not train)
+        mixed = self.mix(self.base(x), value, context)
         if self.value_conv is not None:
             raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
             mixed = mixed + partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
         if self.gate is not None:
-            mixed = mixed * F.silu(self.gate(x))
+            gate = F.silu(self.gate(x), inplace=not train)
+            mixed = mixed * gate if train else mixed.mul_(gate)
         return self.proj(mixed)
 
 
@@ -159,8 +203,8 @@ class MixedChunkUnit(GatedAttentionUnit):
     Args:
         global_fn: "plain" (the paper's), "inline" or "elu1", see `ops.attention.linear_attention`.
         branches: "both", or "local" or "global" alone, for ablation.
-        branch_norm: balance of the branches: "none" (the paper's), "scale" (one learned factor for each branch and
-            head) or "rms" (an RMS norm over E for each branch).
+        branch_norm: balance of the branches: "none" (the paper's), "scale" (a learned factor on the global branch for
+            each head; the local one's would be Wo's) or "rms" (an RMS norm over E for each branch).
         others: as in `GatedAttentionUnit`.
 
     Raises:
@@ -208,43 +252,60 @@ class MixedChunkUnit(GatedAttentionUnit):
         self.global_fn = global_fn
         self.has_local = branches != "global"
         self.has_global = branches != "local"
-        scaled, normed = branch_norm == "scale", branch_norm == "rms"
-        self.local_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_local else None
-        self.global_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled and self.has_global else None
+        scaled, normed = branch_norm == "scale" and branches == "both", branch_norm == "rms"
+        self.global_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled else None
         hidden_dim = self.value.out_features
-        self.local_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_local else nn.Identity()
-        self.global_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_global else nn.Identity()
+        self.local_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_local else None
+        self.global_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_global else None
+        self.recomputes = self.recomputes and not normed
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Both branch factors 1."""
-        for scale in (self.local_scale, self.global_scale):
-            if scale is not None:
-                nn.init.ones_(scale)
+        """The branch factor 1."""
+        if self.global_scale is not None:
+            nn.init.ones_(self.global_scale)
 
-    def _global(self, q: Tensor, k: Tensor, v: Tensor, context: TokenContext) -> Tensor:
-        """Linear attention over the tokens of all windows: (B, heads, G, P, E / heads)."""
-        mask, scale = context.key_mask, self.global_scale
-        out = linear_attention(
-            q.flatten(2, 3),
-            k.flatten(2, 3),
-            v.flatten(2, 3),
-            mask.flatten() if mask is not None else None,
-            scale.view(-1, 1, 1) if scale is not None else None,
-            global_fn=self.global_fn,
-        )
-        return out.unflatten(2, (v.shape[2], v.shape[3]))
+    def factor_parameters(self) -> List[Tensor]:
+        """What `factors` depends on: gamma, beta, the bias table and the branch factor, as far as there are any."""
+        parameters: List[Tensor] = [self.scale_offset.gamma, self.scale_offset.beta]
+        if self.position_bias is not None:
+            parameters.append(self.position_bias.relative_position_bias_table)
+        if self.global_scale is not None:
+            parameters.append(self.global_scale)
+        return parameters
+
+    def factors(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> Factors:
+        """The weights that the values are mixed with, as in `GatedAttentionUnit.factors`, of each branch present."""
+        roles = self._roles(base, parameters, context)
+        weights: Optional[Tensor] = None
+        queries: Optional[Tensor] = None
+        keys: Optional[Tensor] = None
+        if self.has_local:
+            weights = self._local_weights(roles[0], roles[1], parameters, context)
+        if self.has_global:
+            mask = context.key_mask
+            scale = parameters[-1].view(-1, 1, 1) if self.global_scale is not None else None
+            queries, keys = linear_factors(
+                roles[-2].flatten(2, 3),
+                roles[-1].flatten(2, 3),
+                mask.flatten() if mask is not None else None,
+                scale,
+                global_fn=self.global_fn,
+            )
+        return weights, queries, keys
 
     def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
-        """Mix the tokens: base (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
-        roles = self._roles(base, context)
+        """Mix the tokens: base, pre-activation, (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
+        weights, queries, keys = self.factors(base, self.factor_parameters(), context)
         v = _split_heads(value, self.num_heads)
+        if self.local_norm is None and self.global_norm is None:
+            return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
         mixed: Optional[Tensor] = None
-        if self.has_local:
-            scale = self.local_scale.view(-1, 1, 1, 1) if self.local_scale is not None else None
-            mixed = self.local_norm(_merge_heads(self._local(roles[0], roles[1], v, context, scale), self.num_heads))
-        if self.has_global:
-            between = self.global_norm(_merge_heads(self._global(roles[-2], roles[-1], v, context), self.num_heads))
+        if self.local_norm is not None and weights is not None:
+            mixed = self.local_norm(_merge_heads(local_product(weights, v), self.num_heads))
+        if self.global_norm is not None and queries is not None and keys is not None:
+            between = global_product(queries, keys, v.flatten(2, 3)).unflatten(2, (v.shape[2], v.shape[3]))
+            between = self.global_norm(_merge_heads(between, self.num_heads))
             mixed = between if mixed is None else mixed + between
         assert mixed is not None
         return mixed

@@ -27,9 +27,9 @@ class GatedLinearUnit(nn.Module):
         dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_dim = int(dim * expansion)
         check_positive("dim * expansion", hidden_dim)
-        self.gate = nn.Linear(dim, hidden_dim, **dd)
-        self.value = nn.Linear(dim, hidden_dim, **dd)
-        self.proj = nn.Linear(hidden_dim, dim, **dd)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False, **dd)
+        self.value = nn.Linear(dim, hidden_dim, bias=False, **dd)
+        self.proj = nn.Linear(hidden_dim, dim, bias=False, **dd)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C) to the same. The context is part of every unit's signature; this one mixes no tokens."""

@@ -27,6 +27,13 @@ def resize_bias_table(table: Tensor, old_window: Tuple[int, int], new_window: Tu
     return by_offset.flatten(2)[0].t().contiguous()
 
 
+def position_bias(table: Tensor, relative_index: Tensor) -> Tensor:
+    """Rows (P, P) of a table (offsets, heads) to the bias (heads, 1, P, P): the second axis spans the windows."""
+    area = relative_index.shape[0]
+    bias = table[relative_index.flatten()]
+    return bias.t().reshape(bias.shape[1], 1, area, area)
+
+
 class RelativePositionBias(nn.Module):
     """One learned score offset for each 2-D offset inside a window and each head (Swin, 2103.14030, section 3.2).
 
@@ -61,6 +68,4 @@ class RelativePositionBias(nn.Module):
 
     def forward(self, relative_index: Tensor) -> Tensor:
         """(P, P) rows of the table to the bias (heads, 1, P, P): the second axis spans the windows."""
-        area = relative_index.shape[0]
-        bias = self.relative_position_bias_table[relative_index.flatten()]
-        return bias.t().reshape(bias.shape[1], 1, area, area)
+        return position_bias(self.relative_position_bias_table, relative_index)

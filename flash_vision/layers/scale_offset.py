@@ -6,6 +6,12 @@ import torch
 from torch import Tensor, nn
 
 
+def scale_offset(base: Tensor, gamma: Tensor, beta: Tensor) -> List[Tensor]:
+    """gamma_i * Z + beta_i for each row i: base (..., S), gamma and beta (roles, S), to a list of (..., S)."""
+    gammas, betas = gamma.to(base.dtype).unbind(0), beta.to(base.dtype).unbind(0)
+    return [torch.addcmul(b, base, g) for g, b in zip(gammas, betas)]  # noqa: B905 (TorchScript)
+
+
 class ScaleOffset(nn.Module):
     """Role i of a base Z is gamma_i * Z + beta_i (FLASH, 2202.10447, section 3.1).
 
@@ -31,8 +37,7 @@ class ScaleOffset(nn.Module):
 
     def forward(self, base: Tensor) -> List[Tensor]:
         """(..., S) to `num_roles` tensors (..., S)."""
-        gammas, betas = self.gamma.to(base.dtype).unbind(0), self.beta.to(base.dtype).unbind(0)
-        return [torch.addcmul(beta, base, gamma) for gamma, beta in zip(gammas, betas)]  # noqa: B905 (TorchScript)
+        return scale_offset(base, self.gamma, self.beta)
 
     def extra_repr(self) -> str:
         return f"num_roles={self.gamma.shape[0]}, dim={self.gamma.shape[1]}"

@@ -1,11 +1,15 @@
-"""What runs: quadratic attention inside windows and linear attention between them.
+"""What runs: the factors of each branch's attention weights, and the products of weights and values.
 
-Letters as in ARCHITECTURE.md: M keys, N tokens, S query/key channels, E value channels. n is always the number of
-real keys. Each function equals its namesake in `reference.py`.
+Every branch is (weights) V, with weights that do not depend on V: a matrix A inside each window, and two thin factors
+q~ and k~ between all tokens. The whole is A V + q~ (k~^T V). Score functions, divisors, masks and normalisations live
+in the factors, which are small; the products with V, which are large, are the same for all of them.
+
+Letters: M keys of a window, N tokens, S query/key channels, R = S or S + 1, E value channels. n is always the number
+of real keys. Everything equals its namesake in `reference.py`.
 """
 
 import math
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +19,51 @@ from torch import Tensor
 SCORE_FNS = ("relu2", "laplace", "softmax")
 DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline", "elu1")
+
+
+def _is_low(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16 or dtype == torch.bfloat16
+
+
+def _similarity(q: Tensor, k: Tensor, attn_bias: Optional[Tensor], factor: float) -> Tensor:
+    """factor * (q k^T) + bias: (..., M, M), float32 where q is float16 or bfloat16."""
+    if attn_bias is not None and q.dim() == 5 and q.shape[1] == 1 and q.dtype == attn_bias.dtype:
+        # one head: all windows are one batch, the bias is broadcast over it, and no pass over the scores is needed
+        bias = attn_bias.expand(q.shape[0], 1, q.shape[2], q.shape[3], q.shape[3]).flatten(0, 2)
+        similarity = torch.baddbmm(bias, q.flatten(0, 2), k.flatten(0, 2).transpose(1, 2), alpha=factor)
+        similarity = similarity.unflatten(0, (q.shape[0], 1, q.shape[2]))
+        return similarity.float() if _is_low(similarity.dtype) else similarity
+    similarity = torch.matmul(q if factor == 1.0 else q * factor, k.transpose(-2, -1))
+    if _is_low(similarity.dtype):
+        similarity = similarity.float()
+    return similarity if attn_bias is None else similarity + attn_bias
+
+
+def _scores(similarity: Tensor, score_fn: str) -> Tensor:
+    if score_fn == "softmax":
+        return similarity.softmax(dim=-1)
+    if score_fn == "relu2":
+        if torch.is_grad_enabled():
+            return F.relu(similarity).square()
+        return similarity.clamp_(min=0).square_()
+    # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
+    return 0.5 + 0.5 * torch.erf((similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi))
+
+
+def _masked_weights(
+    q: Tensor, k: Tensor, attn_bias: Optional[Tensor], key_mask: Tensor, score_fn: str, inside: bool
+) -> Tensor:
+    num_keys = key_mask.sum(-1)[..., None, None]
+    if inside:
+        similarity = _similarity(q, k, None, 1.0)
+        similarity = similarity / num_keys
+        if attn_bias is not None:
+            similarity = similarity + attn_bias
+    else:
+        similarity = _similarity(q, k, attn_bias, q.shape[-1] ** -0.5)
+    # every score function is exactly zero at -inf; laplace(0) is not
+    weights = _scores(similarity.masked_fill(~key_mask[..., None, :], -math.inf), score_fn)
+    return weights if inside or score_fn == "softmax" else weights / num_keys
 
 
 def attention_weights(
@@ -30,7 +79,7 @@ def attention_weights(
 
     "inside" is FLASH's (2202.10447, appendix), "outside" that of later vision work (2309.08586). softmax takes only
     "outside": its own sum stands in for n. The scores are squared and normalised in float32 under float16 and
-    bfloat16: relu2 overflows float16 above 255.9.
+    bfloat16 (relu2 overflows float16 above 255.9), and rounded to them only with "outside".
 
     Args:
         q, k: (..., M, S).
@@ -40,55 +89,127 @@ def attention_weights(
         divisor: "inside" or "outside".
 
     Returns:
-        (..., M, M), float32 where q is float16 or bfloat16, else the dtype of q.
+        (..., M, M), dtype of q; float32 with "inside" where q is float16 or bfloat16.
 
     Cost:
         M^2 S MACs.
     """
     inside = divisor == "inside"
     num_keys = k.shape[-2]
-    # scaled before the product, so that float16 does not overflow; n^-1 this early would vanish there
-    similarity = torch.matmul(q if inside else q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
-    if similarity.dtype == torch.float16 or similarity.dtype == torch.bfloat16:
-        similarity = similarity.float()
-    inverse: Optional[Tensor] = None
     if key_mask is not None:
-        inverse = key_mask.sum(-1).to(similarity.dtype).reciprocal()[..., None, None]
-    if inside:
-        similarity = similarity / num_keys if inverse is None else similarity * inverse
-    if attn_bias is not None:
-        similarity = similarity + attn_bias
-    if key_mask is not None:
-        # every score function is exactly zero at -inf, laplace(0) is not
-        similarity = similarity.masked_fill(~key_mask[..., None, :], -math.inf)
-    if score_fn == "softmax":
-        return similarity.softmax(dim=-1)
-    if score_fn == "relu2":
-        weights = F.relu(similarity).square()
+        weights = _masked_weights(q, k, attn_bias, key_mask, score_fn, inside)
+    elif inside:
+        similarity = _similarity(q, k, None, 1.0) / num_keys
+        weights = _scores(similarity if attn_bias is None else similarity + attn_bias, score_fn)
+    elif score_fn == "relu2":
+        # relu(c s)^2 = c^2 relu(s)^2: the divisor goes into the product and needs no pass of its own
+        root = num_keys**-0.5
+        bias = None if attn_bias is None else attn_bias * root
+        weights = _scores(_similarity(q, k, bias, q.shape[-1] ** -0.5 * root), score_fn)
     else:
-        # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
-        weights = 0.5 + 0.5 * torch.erf((similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi))
-    if inside:
-        return weights
-    return weights / num_keys if inverse is None else weights * inverse
+        weights = _scores(_similarity(q, k, attn_bias, q.shape[-1] ** -0.5), score_fn)
+        weights = weights if score_fn == "softmax" else weights / num_keys
+    # the weights of divisor "inside" may lie near 1e-11, which float16 does not hold
+    return weights if inside and weights.dtype == torch.float32 else weights.to(q.dtype)
 
 
-def _scaled(x: Tensor, scale: Optional[Tensor]) -> Tensor:
-    return x if scale is None else x * scale
+def linear_factors(
+    q: Tensor, k: Tensor, key_mask: Optional[Tensor] = None, scale: Optional[Tensor] = None, *, global_fn: str
+) -> Tuple[Tensor, Tensor]:
+    """q~ and k~ with q~ k~^T = the N x N weights of linear attention, which are never formed.
+
+    plain: q k^T / n, signed, no feature map, no denominator (FLASH, 2202.10447, section 3.2).
+    inline: [q, 1] [(k - mean k) / n, 1/n]^T: rows sum to one by subtraction (InLine, 2412.06590, where q k is not
+    divided by n).
+    elu1: phi(q) phi(k)^T / (phi(q) sum phi(k)), phi = elu + 1 (2006.16236, equation 7).
+    1/n goes to the keys, so that no sum over tokens grows with their number.
+
+    Args:
+        q, k: (..., N, S).
+        key_mask: (..., N) bool, True for real tokens, leading axes broadcast; None if all are real.
+        scale: factor on the weights, broadcasts to (..., N, S); None for 1.
+        global_fn: "plain", "inline" or "elu1".
+
+    Returns:
+        Two tensors (..., N, R), R = S + 1 for "inline", else S; k~ is float32 where k is float16.
+    """
+    if k.dtype == torch.float16:
+        k = k.float()  # 1/n alone is below the smallest normal float16 from 16,384 tokens on
+    if global_fn == "elu1":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    if key_mask is None:
+        keys = k / k.shape[-2]
+        share = torch.ones(1, dtype=k.dtype, device=k.device).expand(k.shape[-2]) / k.shape[-2]
+    else:
+        share = key_mask.to(k.dtype) / key_mask.sum(-1, keepdim=True)
+        keys = k * share[..., None]
+    if global_fn == "elu1":
+        total = keys.sum(-2, keepdim=True)
+        q = q / torch.matmul(q.to(total.dtype), total.transpose(-2, -1)).clamp(min=1e-5).to(q.dtype)
+    elif global_fn == "inline":
+        ones = torch.ones(1, dtype=q.dtype, device=q.device).expand(q.shape[:-1])[..., None]
+        q = torch.cat([q, ones], dim=-1)
+        column = share.expand(k.shape[:-1])[..., None]
+        keys = torch.cat([keys - keys.sum(-2, keepdim=True) * column, column], dim=-1)
+    return q if scale is None else q * scale.to(q.dtype), keys
 
 
-def _quadratic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Optional[Tensor],
-    key_mask: Optional[Tensor],
-    scale: Optional[Tensor],
-    score_fn: str,
-    divisor: str,
-) -> Tensor:
-    weights = attention_weights(q, k, attn_bias, key_mask, score_fn=score_fn, divisor=divisor)
-    return torch.matmul(_scaled(weights, scale).to(v.dtype), v)
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in at least float32, whatever autocast says."""
+    wide = torch.promote_types(b.dtype, torch.float32)
+    if torch.jit.is_scripting() or b.is_meta:
+        return torch.matmul(a.to(wide), b.to(wide))
+    with torch.autocast(b.device.type, enabled=False):
+        return torch.matmul(a.to(wide), b.to(wide))
+
+
+def local_product(weights: Tensor, v: Tensor) -> Tensor:
+    """A V in each window: (..., M, M) and (..., M, E) to (..., M, E), dtype of v. Cost: M^2 E MACs.
+
+    Weights that stayed float32 beside a float16 v hold numbers that float16 cannot; there the product is float32.
+    """
+    if v.dtype == torch.float16 and weights.dtype == torch.float32:
+        return _wide_product(weights, v).to(v.dtype)
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def key_value_summary(keys: Tensor, v: Tensor) -> Tensor:
+    """k~^T V: (..., N, R) and (..., N, E) to (..., R, E), dtype of v, summed in float32. Cost: N R E MACs."""
+    if v.dtype == torch.bfloat16 and not v.is_cuda:
+        # the CPU's bfloat16 product sums in float32 and rounds once
+        return torch.matmul(keys.to(v.dtype).transpose(-2, -1), v)
+    return _wide_product(keys.transpose(-2, -1), v).to(v.dtype)
+
+
+def global_product(queries: Tensor, keys: Tensor, v: Tensor) -> Tensor:
+    """q~ (k~^T V): (..., N, R) twice and (..., N, E) to (..., N, E), dtype of v. Cost: 2 N R E MACs."""
+    return torch.matmul(queries.to(v.dtype), key_value_summary(keys, v))
+
+
+def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor) -> Tensor:
+    """A V + q~ (k~^T V): both branches, the local one added onto the global one inside its product.
+
+    Args:
+        weights: (B, heads, G, P, P).
+        queries, keys: (B, heads, G * P, R).
+        v: (B, heads, G, P, E).
+
+    Returns:
+        (B, heads, G, P, E), dtype of v.
+
+    Cost:
+        P E + 2 R E MACs a token.
+    """
+    out = global_product(queries, keys, v.flatten(2, 3))
+    if v.shape[1] > 1 or weights.dtype != v.dtype or out.dtype != v.dtype:
+        return out.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
+    out = out.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
+    weights, values = weights.flatten(0, 2), v.flatten(0, 2)
+    if torch.is_grad_enabled():
+        out = torch.baddbmm(out, weights, values)
+    else:
+        torch.baddbmm(out, weights, values, out=out)  # not baddbmm_, which torch's FlopCounterMode does not count
+    return out.unflatten(0, (v.shape[0], 1, v.shape[2]))
 
 
 @torch.fx.wrap
@@ -99,21 +220,16 @@ def quadratic_attention(
     v: Tensor,
     attn_bias: Optional[Tensor] = None,
     key_mask: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
     *,
     score_fn: str,
     divisor: str,
 ) -> Tensor:
-    """scale * A V with A from `attention_weights`: the local branch, or the whole of a quadratic GAU.
-
-    Weights of divisor "inside" may lie below the smallest float16 (the published init gives 1e-11 without a bias),
-    so there both products run in float32.
+    """A V with A from `attention_weights`: the local branch, or the whole of a quadratic GAU.
 
     Args:
         q, k: (..., M, S).
         v: (..., M, E).
         attn_bias, key_mask, score_fn, divisor: as in `attention_weights`.
-        scale: factor on the result, broadcasts to (..., M, M): it is applied to A, the smaller matrix.
 
     Returns:
         (..., M, E), dtype of v.
@@ -121,44 +237,7 @@ def quadratic_attention(
     Cost:
         M^2 (S + E) MACs.
     """
-    if v.dtype == torch.float16 and divisor == "inside":
-        q, k = q.float(), k.float()
-        if torch.jit.is_scripting() or v.is_meta:
-            return _quadratic(q, k, v.float(), attn_bias, key_mask, scale, score_fn, divisor).to(v.dtype)
-        with torch.autocast(v.device.type, enabled=False):
-            return _quadratic(q, k, v.float(), attn_bias, key_mask, scale, score_fn, divisor).to(v.dtype)
-    return _quadratic(q, k, v, attn_bias, key_mask, scale, score_fn, divisor)
-
-
-def _linear(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], scale: Optional[Tensor], global_fn: str
-) -> Tensor:
-    dtype = v.dtype
-    if dtype == torch.float16 or dtype == torch.bfloat16:
-        k = k.float()
-        wide_v = v.float()
-    else:
-        wide_v = v
-    if global_fn == "elu1":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-    # 1/n goes to the keys, so that no sum over tokens grows with their number
-    share: Optional[Tensor] = None
-    if key_mask is None:
-        k = k / k.shape[-2]
-    else:
-        share = (key_mask / key_mask.sum(-1, keepdim=True)).to(k.dtype)
-        k = k * share[..., None]
-    summary = torch.matmul(k.transpose(-2, -1), wide_v)
-    if global_fn == "plain":
-        return torch.matmul(q.to(dtype), _scaled(summary, scale).to(dtype))
-    mean_k = k.sum(-2, keepdim=True)
-    if global_fn == "elu1":
-        # the query is divided, not the result: S channels are fewer than E, and the numerator could overflow float16
-        q = q / torch.matmul(q.to(mean_k.dtype), mean_k.transpose(-2, -1)).clamp(min=1e-5)
-        return torch.matmul(q.to(dtype), _scaled(summary, scale).to(dtype))
-    mean_v = wide_v.mean(-2, keepdim=True) if share is None else torch.matmul(share[..., None, :], wide_v)
-    covariance = _scaled(summary - mean_k.transpose(-2, -1) * mean_v, scale)
-    return torch.matmul(q.to(dtype), covariance.to(dtype)) + _scaled(mean_v, scale).to(dtype)
+    return local_product(attention_weights(q, k, attn_bias, key_mask, score_fn=score_fn, divisor=divisor), v)
 
 
 @torch.fx.wrap
@@ -172,27 +251,18 @@ def linear_attention(
     *,
     global_fn: str,
 ) -> Tensor:
-    """Attention by way of sum_j k_j^T v_j, linear in N: the global branch, non-causal.
-
-    plain: q (K^T V) / n, signed, no feature map, no denominator (FLASH, 2202.10447, section 3.2).
-    inline: q Cov(k, v) + mean(v): weights sum to one by subtraction (InLine, 2412.06590; there without 1/n on q k).
-    elu1: phi(q) K^T V / phi(q) sum K with phi = elu + 1 (2006.16236, equation 7).
-    The sum over tokens runs in float32 under float16 and bfloat16, with 1/n inside.
+    """scale * W V with the weights W of `linear_factors`, linear in N: the global branch, non-causal.
 
     Args:
         q, k: (..., N, S).
         v: (..., N, E).
-        key_mask: (..., N) bool, True for real tokens, leading axes broadcast; None if all are real.
-        scale: factor on the result, broadcasts to (..., S, E): it is applied to K^T V, not to the tokens.
-        global_fn: "plain", "inline" or "elu1".
+        key_mask, scale, global_fn: as in `linear_factors`.
 
     Returns:
         (..., N, E), dtype of v.
 
     Cost:
-        2 N S E MACs.
+        2 N R E MACs.
     """
-    if torch.jit.is_scripting() or v.is_meta:
-        return _linear(q, k, v, key_mask, scale, global_fn)
-    with torch.autocast(v.device.type, enabled=False):
-        return _linear(q, k, v, key_mask, scale, global_fn)
+    queries, keys = linear_factors(q, k, key_mask, scale, global_fn=global_fn)
+    return global_product(queries, keys, v)

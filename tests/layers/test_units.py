@@ -40,7 +40,7 @@ def test_mixed_chunk_unit_is_its_formula(height, width, score_fn, divisor, globa
     bias = unit.position_bias(context.relative_index)[0, 0]
     value = F.silu(unit.value(x))
     mixed = reference.mixed_chunk_attention(*roles_of(unit, x), value, bias, context.key_mask, **how)
-    expected = (mixed * F.silu(unit.gate(x))) @ unit.proj.weight.mT + unit.proj.bias
+    expected = (mixed * F.silu(unit.gate(x))) @ unit.proj.weight.mT
     out = unit(x, context)
     real = slice(None) if context.key_mask is None else context.key_mask
     torch.testing.assert_close(out[:, real], expected[:, real])
@@ -123,17 +123,97 @@ def test_value_convolution_is_a_depthwise_convolution_of_the_raster_image():
     torch.testing.assert_close(conv(x, context), expected)
 
 
-def test_branch_factors_scale_each_branch():
+def test_branch_factor_scales_the_global_branch():
     x, context = tokens_of(6, 6)
-    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, branch_norm="scale", gate=False, global_fn="inline"))
-    torch.nn.init.zeros_(unit.global_scale)
-    local = MixedChunkUnit(DIM, qk_dim=8, branches="local", branch_norm="scale", gate=False).double()
-    state = {k: v for k, v in unit.state_dict().items() if k != "global_scale"}
-    state["scale_offset.gamma"], state["scale_offset.beta"] = (
-        state[f"scale_offset.{n}"][:2] for n in ("gamma", "beta")
-    )
-    local.load_state_dict(state)
-    torch.testing.assert_close(unit(x, context), local(x, context))
+    how = {"qk_dim": 8, "gate": False, "global_fn": "inline", "branch_norm": "scale"}
+    unit = randomised(MixedChunkUnit(DIM, **how))
+    outputs = []
+    for factor in (0.0, 1.0, -3.0):
+        torch.nn.init.constant_(unit.global_scale, factor)
+        outputs.append(unit(x, context))
+    torch.testing.assert_close(outputs[2] - outputs[0], -3 * (outputs[1] - outputs[0]))
+    local = MixedChunkUnit(DIM, branches="local", **how).double()
+    state = {k: v[:2] if k.startswith("scale_offset") else v for k, v in unit.state_dict().items()}
+    local.load_state_dict({k: v for k, v in state.items() if k != "global_scale"})
+    torch.testing.assert_close(outputs[0], local(x, context))
+
+
+UNITS = {
+    "mixed": (MixedChunkUnit, {"global_fn": "inline", "branch_norm": "scale"}),
+    "mixed, plain": (MixedChunkUnit, {"global_fn": "plain", "divisor": "inside"}),
+    "mixed, elu1, laplace": (MixedChunkUnit, {"global_fn": "elu1", "score_fn": "laplace"}),
+    "mixed, softmax": (MixedChunkUnit, {"score_fn": "softmax"}),
+    "local only": (MixedChunkUnit, {"branches": "local"}),
+    "global only": (MixedChunkUnit, {"branches": "global", "global_fn": "inline"}),
+    "quadratic": (GatedAttentionUnit, {}),
+}
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 8])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+@pytest.mark.parametrize("kind", UNITS)
+def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, height, width, rotary_dim):
+    x, context = tokens_of(height, width, rotary_dim=rotary_dim)
+    x.requires_grad_()
+    cls, how = UNITS[kind]
+    unit = randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how))
+    results = []
+    for recomputes in (True, False):
+        assert unit.recomputes or not recomputes
+        unit.recomputes = recomputes
+        out = unit(x, context)
+        torch.manual_seed(3)
+        real = out if context.key_mask is None else out[:, context.key_mask]
+        results.append([out, *torch.autograd.grad(real, [x, *unit.parameters()], torch.randn_like(real))])
+    with torch.no_grad():
+        results.append([unit(x, context)])
+    for name, a, b in zip(["out", "x", *dict(unit.named_parameters())], *results[:2], strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(results[2][0], results[0][0])
+
+
+def kept_for_backward(unit, *arguments):
+    """Numbers that autograd keeps between forward and backward, each storage once, parameters left out."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        unit(*arguments)
+    parameters = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+    return sum(size for pointer, size in storages.items() if pointer not in parameters)
+
+
+@pytest.mark.parametrize("cls", [MixedChunkUnit, GatedAttentionUnit])
+def test_training_keeps_no_more_than_the_pre_activations_and_the_mixed_values(cls):
+    dim, qk_dim, tokens = 96, 16, 2 * 49
+    windows = TokenWindows((7, 7), (7, 7))
+    x, context = windows(torch.randn(2, 7, 7, dim))
+    x.requires_grad_()
+    unit = cls(dim, qk_dim=qk_dim, bias_window=(7, 7))
+    kept = kept_for_backward(unit, x, context)
+    assert kept == tokens * (dim + 3 * 2 * dim + qk_dim)  # the input, gate, value, mixed values, base
+    unit.recomputes = False
+    assert kept_for_backward(unit, x, context) > 1.8 * kept
+
+
+def test_recomputing_path_follows_autocast_in_its_backward_pass():
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, global_fn="inline", bias_window=(3, 3))).float()
+    gradients = []
+    for recomputes in (True, False):
+        unit.recomputes = recomputes
+        unit.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = unit(x.float(), context)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        gradients.append([p.grad for p in unit.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 0.03 * b.norm()
 
 
 def test_gated_linear_unit_mixes_no_tokens():

@@ -9,16 +9,16 @@ import flash_vision
 
 # parameters, MACs at the model's own input size (matrix products and convolutions, attention included)
 GOLDEN = {
-    "flash_gau_pico": (1387340, 95286272),
-    "flash_gau_tiny": (5877808, 1309936128),
-    "flash_gau_small": (22662256, 4989785088),
-    "flash_gau_base": (88369648, 18873818112),
-    "flash_gau_large": (310704120, 66513928192),
-    "flash_gau_small_patch8_224": (22666864, 19784580096),
-    "flash_gau_small_paper": (23190593, 5582564352),
-    "flash_quad_tiny": (5888128, 1481989632),
-    "flash_quad_small": (22669504, 5102681088),
-    "flash_quad_base": (88373824, 18615060480),
+    "flash_gau_pico": (1409984, 97448960),
+    "flash_gau_tiny": (5853976, 1313548800),
+    "flash_gau_small": (22614616, 4997010432),
+    "flash_gau_base": (88275160, 18888268800),
+    "flash_gau_large": (310452168, 66552463360),
+    "flash_gau_small_patch8_224": (22619224, 19813481472),
+    "flash_gau_small_paper": (23141441, 5582564352),
+    "flash_quad_tiny": (5864320, 1481989632),
+    "flash_quad_small": (22621888, 5102681088),
+    "flash_quad_base": (88279360, 18615060480),
 }
 PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
 PEERS["large"] = "vit_large_patch16_224"
@@ -61,7 +61,7 @@ def test_paper_recipe_is_the_published_one():
     unit = model.blocks[0].unit
     assert (unit.score_fn, unit.divisor, unit.global_fn, unit.num_heads) == ("relu2", "inside", "plain", 1)
     assert unit.value_conv is None
-    assert unit.local_scale is None
+    assert unit.global_scale is None
     assert model.pos_embed is None
     assert model.pos_scale.item() == pytest.approx(384**-0.5)
     assert model.windows.rope_temperature == 10000
