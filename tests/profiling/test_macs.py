@@ -36,7 +36,7 @@ def test_peers_read_their_known_gmacs_and_both_counters_agree(name, img_size, pr
     assert sum(report.by_part.values()) == report.macs == report.by_module[""]
 
 
-@pytest.mark.parametrize("name", ["flash_gau_pico", "flash_gau_small", "flash_quad_small", "flash_gau_small_paper"])
+@pytest.mark.parametrize("name", ["flash_gau_small", "flash_quad_small", "flash_gau_small_paper"])
 def test_both_counters_agree_on_our_models(name):
     report = counted(name)
     assert report.trace is not None, report.trace_error
