@@ -195,7 +195,7 @@ class Loop:
         before, self._clock = self._clock, time.perf_counter()
         speed = self.loader.images_per_update / (self._clock - before)
         self.reporter.advance(progress.step, loss=loss, lr=self._lr(), norm=norm, **{"images/s": speed})
-        if progress.step % config.log_interval == 0:
+        if progress.step % config.log_interval == 0 or progress.step == 1:
             self.reporter.record(
                 "train",
                 step=progress.step,
