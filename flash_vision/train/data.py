@@ -174,7 +174,9 @@ class TrainLoader:
             consumed: images of the epoch, over all processes, that earlier updates took. A random-access source goes
                 straight there; a stream is read again from the epoch's start.
         """
-        skip = 0
+        left, skip = self.updates_left(consumed), 0
+        if not left:
+            return
         if isinstance(self.samples, StreamSamples):
             self.samples.epoch = epoch
             self.samples.dataset.set_epoch(epoch)
@@ -186,7 +188,7 @@ class TrainLoader:
         batches = iter(self.loader)
         for _ in range(skip * self.config.grad_accum_steps):
             next(batches)
-        for _ in range(self.updates_left(consumed)):
+        for _ in range(left):
             yield [next(batches) for _ in range(self.config.grad_accum_steps)]
 
     def updates_left(self, consumed: int) -> int:

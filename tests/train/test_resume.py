@@ -73,6 +73,20 @@ def test_a_signal_saves_in_mid_epoch_and_the_continued_run_equals_the_uninterrup
     assert_same(start(tmp_path / "run", data, **settings).finish_well(), whole)
 
 
+def test_a_signal_during_evaluation_ends_it_and_the_continued_run_evaluates_again(tmp_path):
+    data = write_images(tmp_path / "images", validation=300)
+    settings = {"epochs": 2, "validation_batch_size": 1}
+    whole = train(tmp_path / "whole", data, **settings)
+    run = start(tmp_path / "run", data, **settings)
+    wait_for_step(run, 6)
+    time.sleep(0.1)
+    assert not run.evaluations()
+    run.signal(signal.SIGTERM)
+    assert run.finish() == EXIT_INTERRUPTED, run.output
+    assert not run.evaluations()
+    assert_same(start(tmp_path / "run", data, **settings).finish_well(), whole)
+
+
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path, data):
     settings = {**EVERYTHING, "epochs": 40, "recovery_interval": 2, "keep_every": 5}
     whole = train(tmp_path / "whole", data, **settings)
