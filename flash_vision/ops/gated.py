@@ -4,6 +4,7 @@ In training this keeps the three pre-activations and the mixed values, and recom
 product and everything about the factors: 6 C + S numbers a token (E = 2 C) where autograd would keep about 17 C.
 """
 
+from contextlib import nullcontext
 from typing import Any, Callable, Optional, Tuple
 
 import torch
@@ -69,16 +70,18 @@ class _GatedOutput(torch.autograd.Function):
     ) -> Tensor:
         mixed = apply_factors(*factors(base, *parameters), F.silu(value).unsqueeze(1)).squeeze(1)
         ctx.factors = factors
-        device = gate.device.type
-        ctx.autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        ctx.autocast = nullcontext()
+        if not gate.is_meta:  # which autocast does not know
+            device = gate.device.type
+            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            ctx.autocast = torch.autocast(device, dtype, enabled=enabled)
         ctx.save_for_backward(gate, value, base, proj, mixed, *parameters)
         return F.linear(F.silu(gate).mul_(mixed), proj)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        enabled, dtype = ctx.autocast
-        with torch.autocast(grad_outputs[0].device.type, dtype, enabled=enabled):
+        with ctx.autocast:
             return _backward(ctx, grad_outputs[0])
 
 

@@ -155,6 +155,13 @@ def test_built_on_meta_then_emptied_and_initialised(name):
 
 
 @ALL
+def test_runs_forward_and_backward_on_meta(name):
+    model = make(name, device="meta", num_classes=5).train()
+    model(torch.empty(2, 3, *model.patch_embed.img_size, device="meta")).sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@ALL
 @torch.no_grad()
 def test_built_in_a_meta_context_then_loaded(name):
     reference = make(name)
