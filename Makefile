@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test train-eurosat clean
 
 quickstart: .venv/demo
 	$(BIN)/python tools/quickstart.py
+
+# make train-eurosat DATA=folder: EuroSAT as class folders or .tar files, with a training and a test split
+train-eurosat: .venv/demo
+	$(BIN)/python tools/train.py --config configs/eurosat/flash_gau_pico.yaml --data_dir $(DATA)
 
 test: .venv/dev
 	$(BIN)/ruff format --check .
