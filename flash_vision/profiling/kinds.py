@@ -44,7 +44,7 @@ _OPERATORS = {
         split split_with_sizes chunk tensor_split narrow as_strided detach alias diagonal
         unsafe_view unsafe_split reshape_alias size Int ScalarImplicit item local_scalar_dense is_nonzero dim
         broadcast_to broadcast_tensors ravel view_as_real view_as_complex conj resolve_conj resolve_neg requires_grad
-        result_type data numel stride is_floating_point device dtype
+        result_type promote_types data numel stride is_floating_point device dtype
         atleast_1d atleast_2d is_same_size lift sym_size sym_stride sym_numel sym_storage_offset storage_offset
         is_pinned output_nr version nnpack_available""",
 }
