@@ -115,6 +115,12 @@ class RunFolder:
                 "give another --experiment"
             )
 
+    def release(self) -> None:
+        """Gives the folder up before the process ends."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
     def claim(self, description: Mapping[str, Any], config_yaml: str) -> None:
         """Makes the folder this process's own until it ends and writes run.json and config.yaml.
 
