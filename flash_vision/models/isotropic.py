@@ -269,7 +269,10 @@ class FlashGAU(nn.Module):
         return {name for name, _ in self.named_parameters() if name.endswith(kinds)}
 
     def group_matcher(self, coarse: bool = False) -> Dict[str, Any]:
-        """Regular expressions that sort the parameters into a stem and one group for each unit (coarse: pair)."""
+        """Regular expressions that sort the parameters into a stem and one group for each unit.
+
+        As in timm's ViTs `coarse` makes no difference: there is no grouping between unit and network.
+        """
         block = r"^blocks\.(\d+)"
         return dict(stem=r"^pos_embed|pos_scale|patch_embed", blocks=[(block, None), (r"^norm", (99999,))])
 
