@@ -19,7 +19,7 @@ def init_fan_in(module: nn.Module, name: str, needs_reset: bool) -> None:
     else at every width; fan-in scaling does not.
     """
     if isinstance(module, nn.Linear):
-        std = 0.02 if name == "head" else module.in_features**-0.5
+        std = 0.02 if name in ("head", "head.fc") else module.in_features**-0.5
         nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

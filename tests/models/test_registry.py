@@ -1,4 +1,4 @@
-"""Every registered model: its parameters and MACs, exact, and beside the ViT that it stands for."""
+"""Every registered model: its parameters and MACs, exact, and beside the ViT or Swin that it stands for."""
 
 import pytest
 import timm
@@ -19,6 +19,10 @@ GOLDEN = {
     "flash_quad_tiny": (5864320, 1481989632),
     "flash_quad_small": (22621888, 5102681088),
     "flash_quad_base": (88279360, 18615060480),
+    "flash_pyramid_nano": (3207596, 560916352),
+    "flash_pyramid_tiny": (28684960, 4552069888),
+    "flash_pyramid_small": (48445756, 8807634432),
+    "flash_pyramid_base": (85471244, 15204916480),
 }
 PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
 PEERS["large"] = "vit_large_patch16_224"
