@@ -13,6 +13,7 @@ ALLOWED = {
     "data": {"data"},
     "profiling": {"ops", "profiling"},
     "train": {"train", "data"},
+    "dense": {"dense", "train", "data"},
 }
 
 

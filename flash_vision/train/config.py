@@ -1,6 +1,6 @@
-"""The configuration of a training run: one flat dataclass with the names of timm's train.py flags.
+"""The configuration of a training run: one flat dataclass per task, with the names of timm's train.py flags.
 
-Every field is an option of tools/train.py and a key of the YAML files in configs/.
+Every field is an option of the task's tool (tools/train.py for classification) and a key of the YAML files in configs/.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flash_vision.train.recipe import AugmentConfig, DataConfig, ModelConfig, OptimConfig, require
+from flash_vision.train.recipe import (
+    AugmentConfig,
+    BackboneConfig,
+    DataConfig,
+    LoaderConfig,
+    ModelConfig,
+    OptimConfig,
+    require,
+)
 
 # Fields that may differ when a run folder is continued: they change where and how fast, not what is computed.
 FREE_FIELDS = frozenset(
@@ -115,7 +123,6 @@ class RunConfig:
         recovery_interval: updates between two saves within an epoch; 0 to save at the end of an epoch only.
         keep_every: epochs between checkpoints that are kept for good; 0 for none.
         val_interval: epochs between two evaluations; the last epoch is always evaluated.
-        eval_metric: what "best" means: top1, top5 or loss.
         curves: draw curves.png at every evaluation.
         tensorboard: write TensorBoard events where it is installed.
         log_wandb: report to Weights & Biases (pip install wandb).
@@ -129,7 +136,6 @@ class RunConfig:
     recovery_interval: int = 1000
     keep_every: int = 0
     val_interval: int = 1
-    eval_metric: Literal["top1", "top5", "loss"] = "top1"
     curves: bool = True
     tensorboard: bool = True
     log_wandb: bool = False
@@ -145,20 +151,19 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
-class TrainConfig(ModelConfig, DataConfig, AugmentConfig, OptimConfig, ScheduleConfig, DistillConfig, RunConfig):
-    """A whole training run; see the parts for the fields.
+class TaskConfig(BackboneConfig, LoaderConfig, OptimConfig, ScheduleConfig, RunConfig):
+    """What a run has whatever its task: what the loop, its loaders, the optimiser and the reports read.
+
+    The configuration of a task is this and its own fields. Each part checks itself; all of them are checked here.
 
     Raises:
         ValueError: a field out of range, or fields that contradict each other; the message names them.
     """
 
     def __post_init__(self) -> None:
-        for part in (ModelConfig, DataConfig, AugmentConfig, OptimConfig, ScheduleConfig, DistillConfig, RunConfig):
-            part.check(self)
-        feature = bool(self.kd_model_name) and self.kd_distill_type == "feature"
-        require("kd_distill_type", not (self.fsdp and feature), "logit with fsdp", "feature")
-        even = self.mixup_mode == "batch" or self.batch_size % 2 == 0 or self.global_batch_size is not None
-        require("batch_size", not self.mixing or even, f"even with mixup_mode {self.mixup_mode}", self.batch_size)
+        for part in reversed(type(self).__mro__):
+            if "check" in vars(part):
+                part.check(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def folder(self) -> Path:
@@ -170,7 +175,27 @@ class TrainConfig(ModelConfig, DataConfig, AugmentConfig, OptimConfig, ScheduleC
         return plain(dataclasses.asdict(self))
 
 
-def resolve_batch_size(config: DataConfig, world_size: int) -> int:
+@dataclass(kw_only=True)
+class TrainConfig(ModelConfig, DataConfig, AugmentConfig, DistillConfig, TaskConfig):
+    """A whole classification run; see the parts for the other fields.
+
+    Args:
+        eval_metric: what "best" means: top1, top5 or loss.
+    Raises:
+        ValueError: a field out of range, or fields that contradict each other; the message names them.
+    """
+
+    eval_metric: Literal["top1", "top5", "loss"] = "top1"
+
+    def check(self) -> None:
+        """Raises ValueError for parts that do not go together."""
+        feature = bool(self.kd_model_name) and self.kd_distill_type == "feature"
+        require("kd_distill_type", not (self.fsdp and feature), "logit with fsdp", "feature")
+        even = self.mixup_mode == "batch" or self.batch_size % 2 == 0 or self.global_batch_size is not None
+        require("batch_size", not self.mixing or even, f"even with mixup_mode {self.mixup_mode}", self.batch_size)
+
+
+def resolve_batch_size(config: LoaderConfig, world_size: int) -> int:
     """Images per process and forward pass, from global_batch_size where it is given.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,33 +14,50 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from flash_vision.train.parallel import Processes
-from flash_vision.train.recipe import AugmentConfig, DataConfig
+from flash_vision.train.recipe import AugmentConfig, LoaderConfig
+from flash_vision.train.samples import Problem, Sample, Samples
 from flash_vision.train.sampling import EvaluationSampler, UpdateSampler
 from flash_vision.train.seeding import derive_seed, seeded
-from flash_vision.train.sources import ImageSamples, OpenedSplit, Problem, Sample, StreamSamples
+from flash_vision.train.sources import StreamSamples
 
 
 class Batch(NamedTuple):
-    """What a task and an evaluator are given.
+    """What a task and an evaluator are given; an unreadable image is not among the inputs (evaluation only).
 
-    inputs: (B, channels, H, W), uint8 from the loader, normalised on the device. targets: (B,) class indices, -1 for an
-    image that could not be read (evaluation only), or (B, classes) after mixing. keys: (B, 3), see `SampleKey`.
+    inputs, targets: in the task's form. A classifier's: (B, channels, H, W), uint8 from the loader, normalised on the
+    device; (B,) class indices, or (B, classes) after mixing. keys: (B, 3), see `SampleKey`.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     keys: Tensor
     problems: list[Problem]
 
 
-def collate(samples: list[Sample]) -> Batch:
-    """Samples to a batch, images still uint8."""
+def collate(
+    samples: list[Sample],
+    *,
+    inputs: Callable[[list[Any]], Any] = torch.stack,
+    targets: Callable[[list[Any]], Any] = torch.tensor,
+) -> Batch:
+    """Samples to a batch, images as the data set gives them.
+
+    Args:
+        inputs: puts the images together.
+        targets: puts the targets together.
+    """
+    readable = [sample for sample in samples if sample.image is not None]
     return Batch(
-        torch.stack([sample.image for sample in samples]),
-        torch.tensor([sample.target for sample in samples]),
-        torch.tensor([sample.key for sample in samples]),
+        inputs([sample.image for sample in readable]) if readable else [],
+        targets([sample.target for sample in readable]) if readable else [],
+        torch.tensor([sample.key for sample in readable]),
         [problem for sample in samples for problem in sample.problems],
     )
+
+
+Collate = Callable[[list[Sample]], Batch]
+# Puts a batch on the device for an epoch, counted from 0: what `TrainLoader.prepare` and `EvalLoader` do to each.
+Prepare = Callable[[Batch, int], Batch]
 
 
 class ToDevice:
@@ -74,6 +91,7 @@ class ToDevice:
         )
         self.erasing: RandomErasing | None = None
         self.mixup: Mixup | None = None
+        self.mixup_off_epoch = augment.mixup_off_epoch if augment is not None else 0
         if augment is not None and augment.reprob > 0 and not augment.no_aug:
             self.erasing = RandomErasing(
                 augment.reprob, mode=augment.remode, max_count=augment.recount, device=str(device)
@@ -90,7 +108,9 @@ class ToDevice:
                 num_classes=num_classes,
             )
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Batch, epoch: int) -> Batch:
+        if not len(batch.inputs):
+            return batch
         images = batch.inputs.to(self.device, non_blocking=True).to(self.dtype, memory_format=self.memory_format)
         images = images.sub_(self.mean).div_(self.std)
         targets = batch.targets.to(self.device, non_blocking=True)
@@ -99,6 +119,7 @@ class ToDevice:
                 with seeded("erase", self.seed, *key):
                     self.erasing(image)
         if self.mixup is not None:
+            self.mixup.mixup_enabled = not self.mixup_off_epoch or epoch < self.mixup_off_epoch
             with seeded("mix", self.seed, *batch.keys[0].tolist()):
                 images, targets = self.mixup(images, targets)
         return batch._replace(inputs=images, targets=targets.to(self.dtype) if targets.is_floating_point() else targets)
@@ -108,39 +129,33 @@ class TrainLoader:
     """The training split as updates: lists of `grad_accum_steps` batches per process.
 
     Args:
-        opened: the data set.
-        data_config: timm's resolved input_size, mean, std, interpolation, crop_pct.
+        samples: the data set; of a stream, the order is its own.
         batch_size: images per process and batch.
-        num_classes: classes of the model.
+        prepare: puts a batch on the device.
+        collate: makes a batch of samples.
     Raises:
         ValueError: an option that this source cannot keep.
     """
 
     def __init__(
         self,
-        opened: OpenedSplit,
-        config: DataConfig,
-        augment: AugmentConfig,
-        data_config: dict[str, Any],
+        samples: Samples | StreamSamples,
+        config: LoaderConfig,
         *,
         batch_size: int,
-        num_classes: int,
         processes: Processes,
-        to_device: ToDevice,
+        prepare: Prepare,
+        collate: Collate = collate,
     ) -> None:
-        if to_device.mixup is not None and batch_size % 2:
-            raise ValueError(f"batch_size must be even with mixup or cutmix, got {batch_size} per process")
-        self.config, self.augment, self.processes = config, augment, processes
+        self.samples, self.config, self.processes = samples, config, processes
         self.batch_size = batch_size
         self.images_per_update = batch_size * config.grad_accum_steps * processes.world_size
-        self.to_device = to_device
-        self.is_stream = opened.stream
-        transform = training_transform(augment, data_config)
-        if opened.stream:
-            self._open_stream(opened, transform)
+        self.prepare = prepare
+        if isinstance(samples, StreamSamples):
+            self._open_stream(samples, collate)
             return
-        sampler = UpdateSampler(
-            len(opened.dataset),
+        self.sampler = UpdateSampler(
+            len(samples),
             seed=config.seed,
             batch_size=batch_size,
             grad_accum_steps=config.grad_accum_steps,
@@ -149,17 +164,8 @@ class TrainLoader:
             repeats=max(1, config.aug_repeats),
             drop_last=config.drop_last,
         )
-        self.samples: ImageSamples | StreamSamples = ImageSamples(
-            opened.dataset,
-            transform,
-            image_shape=data_config["input_size"],
-            seed=config.seed,
-            training=True,
-            mode=config.input_img_mode,
-        )
-        self.sampler = sampler
-        self.updates_per_epoch = sampler.updates_from(0)
-        self.loader = _loader(self.samples, config, processes, batch_sampler=sampler, persistent=True)
+        self.updates_per_epoch = self.sampler.updates_from(0)
+        self.loader = _loader(samples, config, processes, collate, batch_sampler=self.sampler, persistent=True)
 
     @property
     def num_images(self) -> int:
@@ -197,16 +203,9 @@ class TrainLoader:
             return self.updates_per_epoch - consumed // self.images_per_update
         return self.sampler.updates_from(consumed)
 
-    def prepare(self, batch: Batch, epoch: int) -> Batch:
-        """The batch on the device: normalised, erased and mixed."""
-        if self.to_device.mixup is not None:
-            off = self.augment.mixup_off_epoch
-            self.to_device.mixup.mixup_enabled = not off or epoch < off
-        return self.to_device(batch)
-
     def names(self, batch: Batch) -> list[str]:
         """File names of a batch's images; of a stream, their place in it."""
-        if isinstance(self.samples, ImageSamples):
+        if isinstance(self.samples, Samples):
             return [self.samples.name(int(index)) for index in batch.keys[:, 0]]
         return [f"sample {number} of worker {worker}" for number, worker, _ in batch.keys.tolist()]
 
@@ -216,7 +215,7 @@ class TrainLoader:
         Raises:
             ValueError: a stream in mid-epoch whose processes, workers or batch size are others now.
         """
-        if self.is_stream and consumed and layout != self.layout:
+        if isinstance(self.samples, StreamSamples) and consumed and layout != self.layout:
             raise ValueError(
                 "a wds/ run can be continued in mid-epoch only with the same [processes, workers, batch_size, "
                 f"grad_accum_steps], got {layout} in the checkpoint and {self.layout} now"
@@ -227,70 +226,51 @@ class TrainLoader:
         """[processes, workers, batch_size, grad_accum_steps]: what the order of a stream depends on."""
         return [self.processes.world_size, self.config.workers, self.batch_size, self.config.grad_accum_steps]
 
-    def _open_stream(self, opened: OpenedSplit, transform: Any) -> None:
+    def _open_stream(self, samples: StreamSamples, collate: Collate) -> None:
         config = self.config
         for name, wrong in (("workers", config.workers < 1), ("aug_repeats", config.aug_repeats > 1)):
             if wrong:
                 raise ValueError(f"{name} must be {'at least 1' if name == 'workers' else '0'} with a wds/ data set")
         if not config.drop_last:
             raise ValueError("drop_last must be true with a wds/ data set, got False")
-        opened.dataset.set_loader_cfg(num_workers=config.workers)
-        self.samples = StreamSamples(
-            opened.dataset, transform, seed=config.seed, rank=self.processes.rank, training=True
-        )
-        self.updates_per_epoch = len(self.samples) // self.images_per_update
+        samples.dataset.set_loader_cfg(num_workers=config.workers)
+        self.updates_per_epoch = len(samples) // self.images_per_update
         if not self.updates_per_epoch:
-            raise ValueError(f"batch_size must leave an update of at most {len(self.samples)} images")
-        self.loader = _loader(self.samples, config, self.processes, batch_size=self.batch_size)
+            raise ValueError(f"batch_size must leave an update of at most {len(samples)} images")
+        self.loader = _loader(samples, config, self.processes, collate, batch_size=self.batch_size)
 
 
 class EvalLoader:
-    """The validation split, each image in exactly one process; batches and shares may be uneven."""
+    """The validation split, prepared; each image in exactly one process; batches and shares may be uneven.
+
+    Args:
+        samples: the data set.
+        batch_size: images per process and batch.
+        prepare: puts a batch on the device.
+        collate: makes a batch of samples.
+    """
 
     def __init__(
         self,
-        opened: OpenedSplit,
-        config: DataConfig,
-        data_config: dict[str, Any],
+        samples: Samples | StreamSamples,
+        config: LoaderConfig,
         *,
         batch_size: int,
         processes: Processes,
-        to_device: ToDevice,
+        prepare: Prepare,
+        collate: Collate = collate,
     ) -> None:
-        transform: Any = create_transform(
-            data_config["input_size"],
-            is_training=False,
-            use_prefetcher=True,
-            interpolation=data_config["interpolation"],
-            mean=data_config["mean"],
-            std=data_config["std"],
-            crop_pct=data_config["crop_pct"],
-            crop_mode=data_config["crop_mode"],
-        )
-        self.to_device = to_device
-        self.input_shape: tuple[int, int, int] = data_config["input_size"]
-        if opened.stream:
-            opened.dataset.set_loader_cfg(num_workers=config.workers)
-            stream = StreamSamples(opened.dataset, transform, seed=config.seed, rank=processes.rank, training=False)
-            self.num_images = len(stream)
-            self.loader = _loader(stream, config, processes, batch_size=batch_size)
+        self.prepare = prepare
+        if isinstance(samples, StreamSamples):
+            samples.dataset.set_loader_cfg(num_workers=config.workers)
+            self.loader = _loader(samples, config, processes, collate, batch_size=batch_size)
             return
-        self.num_images = len(opened.dataset)
-        samples = ImageSamples(
-            opened.dataset,
-            transform,
-            image_shape=data_config["input_size"],
-            seed=config.seed,
-            training=False,
-            mode=config.input_img_mode,
-        )
-        sampler = EvaluationSampler(
-            len(samples), batch_size=batch_size, rank=processes.rank, world_size=processes.world_size
-        )
-        self.loader = _loader(samples, config, processes, batch_sampler=sampler, persistent=True)
+        rank, world_size = processes.rank, processes.world_size
+        sampler = EvaluationSampler(len(samples), batch_size=batch_size, rank=rank, world_size=world_size)
+        self.loader = _loader(samples, config, processes, collate, batch_sampler=sampler, persistent=True)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self.to_device, self.loader)
+        return (self.prepare(batch, 0) for batch in self.loader)
 
 
 def training_transform(augment: AugmentConfig, data_config: dict[str, Any]) -> Any:
@@ -321,8 +301,21 @@ def training_transform(augment: AugmentConfig, data_config: dict[str, Any]) -> A
         ) from None
 
 
+def evaluation_transform(data_config: dict[str, Any]) -> Any:
+    """timm's evaluation transform: PIL image to uint8 (channels, height, width)."""
+    fields = ("interpolation", "mean", "std", "crop_pct", "crop_mode")
+    chosen = {name: data_config[name] for name in fields}
+    return create_transform(data_config["input_size"], is_training=False, use_prefetcher=True, **chosen)
+
+
 def _loader(
-    samples: Any, config: DataConfig, processes: Processes, *, persistent: bool = False, **kwargs: Any
+    samples: Any,
+    config: LoaderConfig,
+    processes: Processes,
+    collate: Collate,
+    *,
+    persistent: bool = False,
+    **kwargs: Any,
 ) -> DataLoader[Batch]:
     return DataLoader(
         samples,

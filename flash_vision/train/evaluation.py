@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flash_vision.train.data import Batch
 from flash_vision.train.parallel import Processes
-from flash_vision.train.sources import Problem
+from flash_vision.train.samples import Problem
 
 
 def evaluate(
@@ -32,7 +32,8 @@ def evaluate(
     sharded model, whose forward pass is a collective, a process without a batch runs `spare_input` instead.
 
     Args:
-        batches: this process's batches, on the device; images with target -1 are not counted.
+        task: its `create_evaluator()` gives an object with update(outputs, targets) and compute(distributed=...).
+        batches: this process's batches, on the device.
         stop_requested: asked before every batch.
         ema: evaluate the averaged weights.
         spare_input: one input for the model; given if, and only if, it is sharded over the processes.
@@ -44,7 +45,7 @@ def evaluate(
     model = unwrap_model(model) if not hasattr(model, "_orig_mod") else model
     was_training = task.training
     task.eval()
-    evaluator = task.create_evaluator()
+    evaluator: Any = task.create_evaluator()
     problems: list[Problem] = []
     iterator = iter(batches)
     try:
@@ -57,19 +58,15 @@ def evaluate(
                     return None
                 if not active:
                     break
-                if batch is None:
+                problems += batch.problems if batch is not None else []
+                if batch is None or not len(batch.inputs):
                     if spare_input is not None:
                         with autocast():
                             model(spare_input)
                     continue
                 with autocast():
                     output = model(batch.inputs)
-                targets = batch.targets
-                if batch.problems:
-                    problems += batch.problems
-                    readable = targets >= 0
-                    output, targets = output[readable], targets[readable]
-                evaluator.update(output, targets)
+                evaluator.update(output, batch.targets)
     finally:
         task.train(was_training)
     metrics = evaluator.compute(distributed=processes.distributed)

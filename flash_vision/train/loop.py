@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flash_vision.train.checkpoint import Progress, RunFolder, capture
-from flash_vision.train.config import TrainConfig
+from flash_vision.train.config import TaskConfig
 from flash_vision.train.data import Batch, TrainLoader
 from flash_vision.train.parallel import Processes, without_sync
 from flash_vision.train.reporting import Reporter, peak_memory_mb
+from flash_vision.train.samples import Problem
 from flash_vision.train.seeding import set_seed
 from flash_vision.train.signals import EXIT_DONE, EXIT_INTERRUPTED, EXIT_NOT_SAVED, StopRequest, TrainingError
-from flash_vision.train.sources import Problem
 
 Metrics = dict[str, float]
 
@@ -46,13 +46,15 @@ class Loop:
         scheduler: timm scheduler, or None for a constant learning rate.
         num_epochs: epochs to train, cooldown included.
         evaluate: see `Evaluation`.
+        eval_metric: the metric that "best" goes by; the highest is best, of `loss` the lowest.
         export: writes weights for users under a name, from a captured state.
         extra_state: what else a checkpoint holds.
+        notes: what reading the data set left out or changed, by the split's name; said, and kept in the metrics.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TaskConfig,
         task: TrainingTask,
         loader: TrainLoader,
         *,
@@ -62,6 +64,7 @@ class Loop:
         autocast: Callable[[], AbstractContextManager[Any]],
         num_epochs: int,
         evaluate: Evaluation,
+        eval_metric: str,
         export: Callable[[str, dict[str, Any]], None],
         progress: Progress,
         processes: Processes,
@@ -69,12 +72,13 @@ class Loop:
         reporter: Reporter,
         stop: StopRequest,
         extra_state: dict[str, Any],
+        notes: Mapping[str, Mapping[str, int]],
     ) -> None:
         self.config, self.task, self.loader = config, task, loader
         self.optimizer, self.scheduler, self.scaler, self.autocast = optimizer, scheduler, scaler, autocast
-        self.num_epochs, self.evaluate, self.export = num_epochs, evaluate, export
+        self.num_epochs, self.evaluate, self.eval_metric, self.export = num_epochs, evaluate, eval_metric, export
         self.progress, self.processes, self.folder, self.reporter = progress, processes, folder, reporter
-        self.stop, self.extra_state = stop, extra_state
+        self.stop, self.extra_state, self.notes = stop, extra_state, notes
         self.saved = True
         self.metrics: Metrics = {}
         self._clock = 0.0
@@ -89,6 +93,9 @@ class Loop:
         """
         progress = self.progress
         self.reporter.start(step=progress.step, epoch=progress.epoch)
+        for split, counts in self.notes.items():
+            self.reporter.say(f"{split}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+            self.reporter.record("data", step=progress.step, split=split, **counts)
         try:
             while progress.epoch < self.num_epochs:
                 self.task.train()
@@ -113,20 +120,25 @@ class Loop:
         set_seed("update", config.seed, progress.step, self.processes.rank)
         self._schedule()
         loss = torch.zeros((), device=self.processes.device, dtype=torch.float64)
+        parts: dict[str, torch.Tensor] = {}
         for number, batch in enumerate(batches, start=1):
             batch = self.loader.prepare(batch, progress.epoch)
             with without_sync(self.task, last=number == len(batches)):
                 with self.autocast():
-                    part = self.task(batch.inputs, batch.targets)["loss"] / len(batches)
-                self.scaler.scale(part).backward()
-            loss += part.detach()
+                    result = self.task(batch.inputs, batch.targets)
+                    share = result["loss"] / len(batches)
+                self.scaler.scale(share).backward()
+            loss += share.detach()
+            for name, part in result.items():
+                if name != "loss" and part.ndim == 0:
+                    parts[name] = parts.get(name, 0) + part.detach().to(loss) / len(batches)
         self.scaler.unscale_(self.optimizer)
         norm = self._clip()
         problems = [problem for batch in batches for problem in batch.problems]
         # one exchange, and one wait for the device, per update
-        values = torch.stack([loss, norm.to(loss)]).div_(self.processes.world_size)
+        values = torch.stack([loss, norm.to(loss), *parts.values()]).div_(self.processes.world_size)
         flags = torch.tensor([bool(self.stop.signal), bool(problems)], device=loss.device, dtype=loss.dtype)
-        mean_loss, mean_norm, stop, lost = self.processes.sum(torch.cat([values, flags])).tolist()
+        stop, lost, mean_loss, mean_norm, *means = self.processes.sum(torch.cat([flags, values])).tolist()
         progress.consumed += self.loader.images_per_update
         progress.step += 1
         if lost:
@@ -142,7 +154,7 @@ class Loop:
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad()
-        self._report(mean_loss, mean_norm)
+        self._report(mean_loss, mean_norm, dict(zip(parts, means, strict=True)))
         return bool(stop)
 
     def _schedule(self) -> None:
@@ -190,7 +202,7 @@ class Loop:
                 f"{limit} of {of} in the {split} split; the last: {next(reversed(corrupt))}"
             )
 
-    def _report(self, loss: float, norm: float) -> None:
+    def _report(self, loss: float, norm: float, parts: Metrics) -> None:
         progress, config = self.progress, self.config
         before, self._clock = self._clock, time.perf_counter()
         speed = self.loader.images_per_update / (self._clock - before)
@@ -206,6 +218,7 @@ class Loop:
                 images_per_s=round(speed, 2),
                 peak_memory_mb=round(peak_memory_mb(self.processes.device), 1),
                 corrupt=len(progress.corrupt),
+                **parts,
             )
 
     def _finish_epoch(self) -> bool:
@@ -224,13 +237,14 @@ class Loop:
                 metrics |= {f"{name}{suffix}": value for name, value in found.items()}
                 self._account(problems, of=self.loader.num_images, split="validation")
             self.metrics = metrics
-            value = metrics[config.eval_metric + ("_ema" if self.task.has_ema() else "")]
-            better = progress.best is None or (value < progress.best) == (config.eval_metric == "loss")
+            value = metrics[self.eval_metric + ("_ema" if self.task.has_ema() else "")]
+            better = progress.best is None or (value < progress.best) == (self.eval_metric == "loss")
             if better and value != progress.best:
                 progress.best = value
                 names.append("best")
             self.reporter.record("eval", step=progress.step, epoch=progress.epoch, best=progress.best, **metrics)
-            shown = ", ".join(f"{name} {metric:.4g}" for name, metric in metrics.items())
+            # a name with a slash is one row of a table, for example of a class: kept, not shown
+            shown = ", ".join(f"{name} {metric:.4g}" for name, metric in metrics.items() if "/" not in name)
             self.reporter.say(f"epoch {done}/{self.num_epochs}: {shown}")
             self.reporter.draw()
         progress.epoch, progress.consumed = done, 0

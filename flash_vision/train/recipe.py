@@ -1,7 +1,7 @@
 """What decides a run's result: model, data, augmentation and optimiser, in the words of timm's train.py flags.
 
-The parts of `flash_vision.train.config.TrainConfig`, one class each, so that a function can ask for no more than it
-reads. A field's text in the Args section is its help on the command line.
+The parts of `flash_vision.train.config.TrainConfig` and of the configurations of other tasks, one class each, so that a
+function can ask for no more than it reads. A field's text in the Args section is its help on the command line.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from typing import Any, Literal
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """The network.
+class BackboneConfig:
+    """The network, as far as every task has one.
 
     Args:
         model: timm model name; the flash_* models are registered.
         model_kwargs: further arguments of timm.create_model, for example '{"init_values": 1e-4}'.
         pretrained: start from the model's published weights.
-        pretrained_path: start from this weights file (.safetensors, .pth); position tables and the classifier are
-            adapted where sizes differ.
-        num_classes: width of the classifier; the number of class folders when not given.
-        img_size: side of the square input in pixels; the model's own when not given.
-        input_size: (channels, height, width) of the input, instead of img_size.
-        drop: dropout rate, in [0, 1); the model's own when not given.
+        pretrained_path: start from this weights file (.safetensors, .pth); position tables are adapted where sizes
+            differ, and so is the classifier, if the task has one.
         drop_path: stochastic depth rate of the last block, in [0, 1); the model's own when not given.
         grad_checkpointing: recompute activations in the backward pass, for less memory.
         channels_last: memory format of a convolutional model.
@@ -35,10 +31,6 @@ class ModelConfig:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     pretrained: bool = False
     pretrained_path: str = ""
-    num_classes: int | None = None
-    img_size: int | None = None
-    input_size: tuple[int, int, int] | None = None
-    drop: float | None = None
     drop_path: float | None = None
     grad_checkpointing: bool = False
     channels_last: bool = False
@@ -48,27 +40,40 @@ class ModelConfig:
     def check(self) -> None:
         """Raises ValueError for values that no model accepts."""
         require("model", self.model != "", "a timm model name", self.model)
-        require("num_classes", self.num_classes is None or self.num_classes >= 1, "at least 1", self.num_classes)
-        require("img_size", self.img_size is None or self.img_size >= 1, "at least 1", self.img_size)
-        require("input_size", not (self.input_size and self.img_size), "left out with img_size", self.input_size)
-        for name in ("drop", "drop_path"):
-            rate = getattr(self, name)
-            require(name, rate is None or 0 <= rate < 1, "in [0, 1)", rate)
+        require_rate("drop_path", self.drop_path)
         require("pretrained", not (self.pretrained and self.pretrained_path), "false with pretrained_path", True)
 
 
 @dataclass(kw_only=True)
-class DataConfig:
-    """The images, their order and their preprocessing.
+class ModelConfig(BackboneConfig):
+    """The network, as a classifier.
 
     Args:
-        data_dir: root of the data set: a folder of train/CLASS/IMAGE, a folder of tar files, WebDataset shards.
-        dataset: timm's data set name: empty for a folder or tar, or wds/, hfds/NAME, torch/NAME.
-        train_split: split (folder name, or shard pattern with |COUNT) that is trained on.
-        val_split: split that is evaluated.
-        class_map: file that maps class names to indices, as timm reads it.
-        train_num_samples: images in the training split, where the source cannot tell (wds/).
-        val_num_samples: images in the validation split, where the source cannot tell (wds/).
+        num_classes: width of the classifier; the number of class folders when not given.
+        img_size: side of the square input in pixels; the model's own when not given.
+        input_size: (channels, height, width) of the input, instead of img_size.
+        drop: dropout rate, in [0, 1); the model's own when not given.
+    """
+
+    num_classes: int | None = None
+    img_size: int | None = None
+    input_size: tuple[int, int, int] | None = None
+    drop: float | None = None
+
+    def check(self) -> None:
+        """Raises ValueError for values that no classifier accepts."""
+        require("num_classes", self.num_classes is None or self.num_classes >= 1, "at least 1", self.num_classes)
+        require("img_size", self.img_size is None or self.img_size >= 1, "at least 1", self.img_size)
+        require("input_size", not (self.input_size and self.img_size), "left out with img_size", self.input_size)
+        require_rate("drop", self.drop)
+
+
+@dataclass(kw_only=True)
+class LoaderConfig:
+    """The images and their order, whatever is learnt from them.
+
+    Args:
+        data_dir: root of the data set, laid out as the task's documentation says.
         batch_size: images per process and forward pass.
         global_batch_size: images per update over all processes; sets batch_size, so that the run does not change
             with the number of processes.
@@ -78,23 +83,13 @@ class DataConfig:
             keeps its length. 0 or 1 for never.
         drop_last: leave the incomplete last update of an epoch out; otherwise it is filled up from the epoch's start.
         workers: loader processes per process; 0 loads in the training process.
-        input_img_mode: PIL mode that images are converted to.
         mean: per channel mean for normalisation; the model's own when not given.
         std: per channel standard deviation; the model's own when not given.
-        interpolation: resize filter in evaluation; the model's own when empty.
-        crop_pct: share of the resized side that the centre crop keeps in evaluation; the model's own when not given.
-        crop_mode: centre, squash or border crop in evaluation; the model's own when empty.
         max_corrupt_fraction: share of the data set that may fail to decode before the run stops, in [0, 1].
         seed: of weights, order and augmentation.
     """
 
     data_dir: str = ""
-    dataset: str = ""
-    train_split: str = "train"
-    val_split: str = "validation"
-    class_map: str = ""
-    train_num_samples: int | None = None
-    val_num_samples: int | None = None
     batch_size: int = 128
     global_batch_size: int | None = None
     validation_batch_size: int | None = None
@@ -102,29 +97,60 @@ class DataConfig:
     aug_repeats: int = 0
     drop_last: bool = True
     workers: int = 4
-    input_img_mode: str = "RGB"
     mean: list[float] | None = None
     std: list[float] | None = None
-    interpolation: str = ""
-    crop_pct: float | None = None
-    crop_mode: Literal["", "center", "squash", "border"] = ""
     max_corrupt_fraction: float = 0.01
     seed: int = 42
 
     def check(self) -> None:
-        """Raises ValueError for values that no data set accepts."""
-        require("data_dir", self.data_dir != "" or self.dataset.startswith("hfds/"), "given", self.data_dir)
+        """Raises ValueError for values that no loader accepts."""
         for name in ("batch_size", "grad_accum_steps"):
             require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
-        for name in ("global_batch_size", "validation_batch_size", "train_num_samples", "val_num_samples"):
+        for name in ("global_batch_size", "validation_batch_size"):
             value = getattr(self, name)
             require(name, value is None or value >= 1, "at least 1", value)
         for name in ("aug_repeats", "workers", "seed"):
             require(name, getattr(self, name) >= 0, "at least 0", getattr(self, name))
-        require("crop_pct", self.crop_pct is None or self.crop_pct > 0, "above 0", self.crop_pct)
         in_range = 0 <= self.max_corrupt_fraction <= 1
         require("max_corrupt_fraction", in_range, "in [0, 1]", self.max_corrupt_fraction)
         require("std", not self.std or min(self.std) > 0, "above 0", self.std)
+
+
+@dataclass(kw_only=True)
+class DataConfig(LoaderConfig):
+    """A classification data set and its preprocessing; data_dir holds train/CLASS/IMAGE, tar files or shards.
+
+    Args:
+        dataset: timm's data set name: empty for a folder or tar, or wds/, hfds/NAME, torch/NAME.
+        train_split: split (folder name, or shard pattern with |COUNT) that is trained on.
+        val_split: split that is evaluated.
+        class_map: file that maps class names to indices, as timm reads it.
+        train_num_samples: images in the training split, where the source cannot tell (wds/).
+        val_num_samples: images in the validation split, where the source cannot tell (wds/).
+        input_img_mode: PIL mode that images are converted to.
+        interpolation: resize filter in evaluation; the model's own when empty.
+        crop_pct: share of the resized side that the centre crop keeps in evaluation; the model's own when not given.
+        crop_mode: centre, squash or border crop in evaluation; the model's own when empty.
+    """
+
+    dataset: str = ""
+    train_split: str = "train"
+    val_split: str = "validation"
+    class_map: str = ""
+    train_num_samples: int | None = None
+    val_num_samples: int | None = None
+    input_img_mode: str = "RGB"
+    interpolation: str = ""
+    crop_pct: float | None = None
+    crop_mode: Literal["", "center", "squash", "border"] = ""
+
+    def check(self) -> None:
+        """Raises ValueError for values that no data set accepts."""
+        require("data_dir", self.data_dir != "" or self.dataset.startswith("hfds/"), "given", self.data_dir)
+        for name in ("train_num_samples", "val_num_samples"):
+            value = getattr(self, name)
+            require(name, value is None or value >= 1, "at least 1", value)
+        require("crop_pct", self.crop_pct is None or self.crop_pct > 0, "above 0", self.crop_pct)
 
 
 @dataclass(kw_only=True)
@@ -272,6 +298,11 @@ class OptimConfig:
         half = self.amp and self.amp_dtype == "float16"
         require("amp_dtype", not (self.fsdp and half), "bfloat16 with fsdp", self.amp_dtype)
         require("clip_mode", not (self.fsdp and self.clip_grad and self.clip_mode == "agc"), "norm with fsdp", "agc")
+
+
+def require_rate(name: str, rate: float | None) -> None:
+    """Raises ValueError unless `rate` is a probability below 1, or not given."""
+    require(name, rate is None or 0 <= rate < 1, "in [0, 1)", rate)
 
 
 def require(name: str, holds: bool, constraint: str, got: object) -> None:

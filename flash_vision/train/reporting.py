@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,22 @@ class Reporter:
     Args:
         folder: the run's folder, or None in a process that does not report.
         total_steps: updates of the whole run, for the estimate of the time left.
+        curves: evaluation metrics that curves.png shows; of averaged weights too.
     """
 
     def __init__(
-        self, folder: Path | None, config: RunConfig, *, resolved: Mapping[str, Any], total_steps: int
+        self,
+        folder: Path | None,
+        config: RunConfig,
+        *,
+        resolved: Mapping[str, Any],
+        total_steps: int,
+        curves: Sequence[str],
     ) -> None:
         self.folder = folder
         self.config = config
         self.total_steps = total_steps
+        self.curves = curves
         self.bar: tqdm[Any] | None = None
         self.board: Any = None
         self.wandb: Any = None
@@ -52,7 +60,11 @@ class Reporter:
             return
         path = self.folder / METRICS
         records = [
-            r for r in read_metrics(path) if r["step"] <= step and not (r["kind"] == "eval" and r["epoch"] >= epoch)
+            record
+            for record in read_metrics(path)
+            if record["step"] <= step
+            and record["kind"] != "data"  # said again at each start
+            and not (record["kind"] == "eval" and record["epoch"] >= epoch)
         ]
         write_text(path, "".join(f"{json.dumps(record)}\n" for record in records))
         if self.config.tensorboard:
@@ -72,7 +84,7 @@ class Reporter:
         """Adds a line to metrics.jsonl and to the services.
 
         Args:
-            kind: train, eval or event.
+            kind: train, eval, event or data.
             step: updates so far.
         """
         if self.folder is None:
@@ -100,7 +112,7 @@ class Reporter:
         if self.folder is None or not self.config.curves:
             return
         try:
-            draw_curves(read_metrics(self.folder / METRICS), self.folder / "curves.png")
+            draw_curves(read_metrics(self.folder / METRICS), self.folder / "curves.png", self.curves)
         except OSError as error:
             self._tell_once(f"curves.png cannot be written ({error.strerror})")
 
@@ -129,8 +141,8 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-def draw_curves(records: list[Record], path: Path) -> None:
-    """Loss, evaluation metric and learning rate over updates, as a PNG."""
+def draw_curves(records: list[Record], path: Path, metrics: Sequence[str]) -> None:
+    """Loss, the named evaluation metrics and learning rate over updates, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -138,17 +150,18 @@ def draw_curves(records: list[Record], path: Path) -> None:
     evals = [record for record in records if record["kind"] == "eval"]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, accuracy, rate = figure.subplots(1, 3)
+    loss, quality, rate = figure.subplots(1, 3)
     loss.plot([r["step"] for r in train], [r["loss"] for r in train], lw=1, label="training")
     for name, label in (("loss", "validation"), ("loss_ema", "validation, averaged weights")):
         points = [(r["step"], r[name]) for r in evals if name in r]
         if points:
             loss.plot(*zip(*points, strict=True), marker="o", ms=3, label=label)
-    for name in sorted({key for r in evals for key in r if key.startswith(("top1", "top5"))}):
+    for name in (name for metric in metrics for name in (metric, f"{metric}_ema")):
         points = [(r["step"], r[name]) for r in evals if name in r]
-        accuracy.plot(*zip(*points, strict=True), marker="o", ms=3, label=name)
+        if points:
+            quality.plot(*zip(*points, strict=True), marker="o", ms=3, label=name)
     rate.plot([r["step"] for r in train], [r["lr"] for r in train], lw=1, color="tab:green")
-    for axes, title in ((loss, "loss"), (accuracy, "validation accuracy (%)"), (rate, "learning rate")):
+    for axes, title in ((loss, "loss"), (quality, "validation"), (rate, "learning rate")):
         axes.set(title=title, xlabel="update")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:

@@ -2,59 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from functools import partial
 from typing import Any
 
 import torch
-import yaml
-from timm.optim._optim_factory import create_optimizer_v2, optimizer_kwargs
-from timm.scheduler.scheduler_factory import create_scheduler_v2, scheduler_kwargs
-from timm.task import TrainingTask
-from torch import nn
 
-from flash_vision.train.checkpoint import FORMAT, Progress, RunFolder, read_checkpoint, restore
-from flash_vision.train.config import TrainConfig, resolve_batch_size, resolve_lr
-from flash_vision.train.data import EvalLoader, ToDevice, TrainLoader
-from flash_vision.train.evaluation import evaluate
+from flash_vision.train.config import TrainConfig, resolve_batch_size
+from flash_vision.train.data import EvalLoader, ToDevice, TrainLoader, evaluation_transform, training_transform
+from flash_vision.train.launch import make_loop, open_folder, run_task
 from flash_vision.train.loop import Loop
-from flash_vision.train.model_source import first_line
-from flash_vision.train.parallel import Processes, shard, start_processes, stop_processes
-from flash_vision.train.reporting import Reporter, describe_run
+from flash_vision.train.parallel import Processes
 from flash_vision.train.seeding import set_seed
-from flash_vision.train.sidecar import SIDECAR_NAME, ModelSidecar, write_sidecar
-from flash_vision.train.signals import EXIT_FAILED, EXIT_USAGE, StopRequest, TrainingError
+from flash_vision.train.sidecar import ModelSidecar
+from flash_vision.train.signals import StopRequest
 from flash_vision.train.sources import OpenedSplit, open_split
 from flash_vision.train.tasks import check_input, create_model, create_task, resolve_preprocessing
 
 
 def train(config: TrainConfig) -> int:
-    """Trains as configured, from where the run folder stands.
-
-    A mistake of the user, or a failure of the run, is one line on stderr.
-
-    Returns:
-        An exit code of `flash_vision.train.signals`.
-    """
-    stop = StopRequest()
-    stop.install()
-    who = ""
-    try:
-        try:
-            processes = start_processes(config.device)
-            who = f" [process {processes.rank}]" if processes.distributed else ""
-            loop = build(config, processes, stop)
-        except ValueError as error:
-            print(f"error{who}: {error}", file=sys.stderr)
-            return EXIT_USAGE
-        try:
-            return loop.run()
-        except TrainingError as failure:
-            loop.reporter.say(f"error: {failure}")
-            return EXIT_FAILED
-    finally:
-        stop_processes()
+    """Trains as configured, from where the run folder stands; see `run_task`."""
+    return run_task(config, build)
 
 
 def build(config: TrainConfig, processes: Processes, stop: StopRequest) -> Loop:
@@ -63,10 +30,7 @@ def build(config: TrainConfig, processes: Processes, stop: StopRequest) -> Loop:
     Raises:
         ValueError: a mistake in the configuration, the data or the run folder; one line that names it.
     """
-    folder = RunFolder(config.folder)
-    folder.check(config.as_dict())
-    if config.fsdp and not processes.distributed:
-        raise ValueError("fsdp must be false with one process; start several with torchrun")
+    folder = open_folder(config, processes)
     batch_size = resolve_batch_size(config, processes.world_size)
     train_split = open_split(config, training=True)
     val_split = open_split(config, training=False, class_to_idx=train_split.class_to_idx)
@@ -80,6 +44,8 @@ def build(config: TrainConfig, processes: Processes, stop: StopRequest) -> Loop:
     model.to(device=processes.device, dtype=dtype)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    if config.mixing and batch_size % 2:
+        raise ValueError(f"batch_size must be even with mixup or cutmix, got {batch_size} per process")
     to_device = partial(
         ToDevice,
         data_config,
@@ -88,126 +54,24 @@ def build(config: TrainConfig, processes: Processes, stop: StopRequest) -> Loop:
         seed=config.seed,
         channels_last=config.channels_last,
     )
+    samples = train_split.samples(
+        training_transform(config, data_config), config, rank=processes.rank, training=True
+    )  # fmt: skip
     loader = TrainLoader(
-        train_split, config, config, data_config, batch_size=batch_size, num_classes=num_classes, processes=processes,
-        to_device=to_device(augment=config, num_classes=num_classes),
+        samples, config, batch_size=batch_size, processes=processes,
+        prepare=to_device(augment=config, num_classes=num_classes),
     )  # fmt: skip
+    val_samples = val_split.samples(evaluation_transform(data_config), config, rank=processes.rank, training=False)
     val_loader = EvalLoader(
-        val_split, config, data_config, batch_size=config.validation_batch_size or batch_size, processes=processes,
-        to_device=to_device(),
+        val_samples, config, batch_size=config.validation_batch_size or batch_size, processes=processes,
+        prepare=to_device(),
     )  # fmt: skip
-    task = create_task(config, model, processes.device, dtype)
-    optimizer = prepare_task(task, config, processes, lr=resolve_lr(config, loader.images_per_update))
     return make_loop(
-        config, task, optimizer, loader, val_loader, folder=folder, processes=processes, stop=stop,
+        config, create_task(config, model, processes.device, dtype), loader, val_loader,
+        folder=folder, processes=processes, stop=stop, eval_metric=config.eval_metric, curves=("top1", "top5"),
         sidecar=make_sidecar(config, num_classes, train_split, data_config, model_kwargs),
+        spare_input=torch.zeros(1, *data_config["input_size"], device=processes.device, dtype=dtype),
     )  # fmt: skip
-
-
-def prepare_task(task: TrainingTask, config: TrainConfig, processes: Processes, *, lr: float) -> torch.optim.Optimizer:
-    """Gives the task its average, sharding, compilation and DDP, and makes the optimiser, in the order they need.
-
-    Raises:
-        ValueError: unknown optimiser, or arguments it does not take.
-    """
-    if config.model_ema:
-        task.setup_ema(decay=config.model_ema_decay, use_warmup=config.model_ema_warmup)
-    if config.fsdp:
-        shard(_module(task.get_trainable_module()))
-        if config.model_ema:
-            shard(_module(task.get_trainable_module(ema=True)).module)  # pyright: ignore[reportArgumentType]
-    arguments: dict[str, Any] = optimizer_kwargs(config) | {"lr": lr} | config.opt_kwargs
-    try:
-        optimizer = create_optimizer_v2(_module(task.get_trainable_module()), **arguments)
-    except (AssertionError, TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"opt {config.opt}: cannot be built ({first_line(error)})") from None
-    if config.torchcompile:
-        task.compile(backend=config.torchcompile)
-        task.compile_ema(backend=config.torchcompile)
-    if processes.distributed and not config.fsdp:
-        task.prepare_distributed(device_ids=[processes.device] if processes.device.type == "cuda" else None)
-    return optimizer
-
-
-def make_loop(
-    config: TrainConfig,
-    task: TrainingTask,
-    optimizer: torch.optim.Optimizer,
-    loader: TrainLoader,
-    val_loader: EvalLoader,
-    *,
-    folder: RunFolder,
-    processes: Processes,
-    stop: StopRequest,
-    sidecar: ModelSidecar,
-) -> Loop:
-    """Claims the folder, restores what it holds, and hands everything to the loop.
-
-    Raises:
-        ValueError: the folder is in use, or its checkpoint does not fit.
-    """
-    device, amp_dtype = processes.device, getattr(torch, config.amp_dtype)
-    schedule: dict[str, Any] = scheduler_kwargs(config)
-    scheduler, epochs = create_scheduler_v2(optimizer, **schedule, updates_per_epoch=loader.updates_per_epoch)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp and config.amp_dtype == "float16")
-    resolved = config.as_dict()
-    description = describe_run(resolved, world_size=processes.world_size, device=device)
-    if processes.is_main:
-        folder.claim(description, yaml.safe_dump(resolved, sort_keys=False))
-    processes.barrier()
-    progress = resume(folder, task, optimizer, scaler, loader, processes)
-    autocast = partial(torch.autocast, device.type, amp_dtype, enabled=config.amp)
-    spare = torch.zeros(1, *val_loader.input_shape, device=device, dtype=task.dtype) if config.fsdp else None
-    return Loop(
-        config, task, loader, optimizer=optimizer, scheduler=scheduler, scaler=scaler, autocast=autocast,
-        num_epochs=math.ceil(epochs), progress=progress, processes=processes, folder=folder, stop=stop,
-        evaluate=partial(
-            evaluate, task, val_loader, processes=processes, stop_requested=lambda: bool(stop.signal),
-            autocast=autocast, spare_input=spare,
-        ),
-        export=partial(export_weights, folder, sidecar),
-        reporter=Reporter(
-            folder.path if processes.is_main else None, config, resolved=description,
-            total_steps=math.ceil(epochs) * loader.updates_per_epoch,
-        ),
-        extra_state={
-            "format": FORMAT, "config": resolved, "versions": description["versions"], "layout": loader.layout,
-            "images_per_update": loader.images_per_update,
-            "rng": {"seed": config.seed, "derived_from": ["seed", "step", "rank"]},
-        },
-    )  # fmt: skip
-
-
-def resume(
-    folder: RunFolder,
-    task: TrainingTask,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    loader: TrainLoader,
-    processes: Processes,
-) -> Progress:
-    """Restores the newest readable checkpoint of the folder, the same one in every process; a new Progress without one.
-
-    Raises:
-        ValueError: no checkpoint can be read, or it does not fit the model, the data or the processes.
-    """
-    newest, said = (None, []) if not processes.is_main else folder.newest() or (None, [])
-    newest = processes.gather(newest)[0]
-    for line in said:
-        print(f"warning: {line}; going back to {newest}", file=sys.stderr)
-    if newest is None:
-        return Progress()
-    state = read_checkpoint(newest)
-    progress = Progress(**state["progress"])
-    before, now = state["images_per_update"], loader.images_per_update
-    if before != now and state["layout"][0] == processes.world_size:
-        raise ValueError(f"images per update (batch_size * grad_accum_steps * processes) was {before}, is {now}")
-    loader.check_resume(progress.consumed, state["layout"])
-    restore(state, task, optimizer, scaler)
-    if processes.is_main:
-        changed = f"; images per update: {before} -> {now}, the run goes on with fewer or more updates an epoch"
-        print(f"continuing {folder.path} at step {progress.step}{changed if before != now else ''}", file=sys.stderr)
-    return progress
 
 
 def count_classes(config: TrainConfig, split: OpenedSplit) -> int:
@@ -239,14 +103,3 @@ def make_sidecar(
         class_names=tuple(names.get(index, str(index)) for index in range(num_classes)),
         **{name: data_config[name] for name in fields},
     )
-
-
-def export_weights(folder: RunFolder, sidecar: ModelSidecar, name: str, state: dict[str, Any]) -> None:
-    """Writes NAME.safetensors, averaged weights where there are some, and model.json."""
-    write_sidecar(folder.path / SIDECAR_NAME, sidecar)
-    folder.write_weights(name, state.get("state_dict_ema") or state["state_dict"])
-
-
-def _module(module: nn.Module | None) -> nn.Module:
-    assert module is not None
-    return module

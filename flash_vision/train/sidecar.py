@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from flash_vision.data.files import write_text
 
 SIDECAR_NAME = "model.json"
+Sidecar = TypeVar("Sidecar")
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos", "hamming", "box"]
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
@@ -93,13 +95,18 @@ def sidecar_path(weights: str | Path) -> Path:
     return Path(weights).parent / SIDECAR_NAME
 
 
-def write_sidecar(path: str | Path, sidecar: ModelSidecar) -> None:
-    """Writes model.json to `path`; a reader never sees half of it."""
+def write_sidecar(path: str | Path, sidecar: Any) -> None:
+    """Writes a sidecar, a dataclass of plain data, to `path`; a reader never sees half of it."""
     write_text(path, json.dumps(dataclasses.asdict(sidecar), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_sidecar(path: str | Path) -> ModelSidecar:
-    """Reads model.json.
+    """Reads the model.json of a classifier; see `read_sidecar_as`."""
+    return read_sidecar_as(ModelSidecar, path)
+
+
+def read_sidecar_as(kind: Callable[..., Sidecar], path: str | Path) -> Sidecar:
+    """Reads model.json into a task's dataclass, whose constructor checks the values.
 
     Raises:
         ValueError: not a JSON object, a key missing or unknown, or a value of the wrong type; file and key are named.
@@ -111,7 +118,7 @@ def read_sidecar(path: str | Path) -> ModelSidecar:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must be a JSON object, got {type(content).__name__}")
-    expected = [entry.name for entry in dataclasses.fields(ModelSidecar)]
+    expected = [entry.name for entry in dataclasses.fields(kind)]  # pyright: ignore[reportArgumentType]
     unknown = sorted(content.keys() - set(expected))
     missing = [name for name in expected if name not in content]
     if unknown or missing:
@@ -119,7 +126,7 @@ def read_sidecar(path: str | Path) -> ModelSidecar:
         problems += [f"missing key(s) {', '.join(missing)}"] * bool(missing)
         raise ValueError(f"{path}: {'; '.join(problems)}")
     try:
-        return ModelSidecar(**content)
+        return kind(**content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

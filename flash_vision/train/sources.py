@@ -7,96 +7,47 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from timm.data.dataset import ImageDataset, IterableImageDataset
 from timm.data.dataset_factory import create_dataset
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from flash_vision.data.class_folder import CorruptImageError, check_class_folder, decode
+from flash_vision.data.class_folder import check_class_folder, decode
 from flash_vision.train.model_source import first_line
 from flash_vision.train.recipe import DataConfig
-from flash_vision.train.sampling import SampleKey
-from flash_vision.train.seeding import derive_seed, seeded
+from flash_vision.train.samples import Problem, Sample, Samples
+from flash_vision.train.seeding import seeded
 
 Transform = Callable[[Any], Tensor]
-MAX_SUBSTITUTES = 100
 SPLIT_NAMES = (("train", "training"), ("validation", "val", "valid", "eval", "evaluation", "test"))
 
 
-class Problem(NamedTuple):
-    """An image that was left out: its name and why."""
-
-    name: str
-    reason: str
-
-
-class Sample(NamedTuple):
-    """One image as a data set gives it: uint8 (channels, height, width), class index or -1, key, images left out."""
-
-    image: Tensor
-    target: int
-    key: SampleKey
-    problems: list[Problem]
-
-
-class ImageSamples(Dataset[Sample]):
-    """Samples of a random-access data set, augmented with random numbers of (seed, epoch, index, repeat).
-
-    In training a corrupt image is replaced by another one, drawn from its key; in evaluation it comes as zeros with
-    target -1. Both report it in the sample's problems.
+class ImageSamples(Samples):
+    """Images and class indices of a random-access data set.
 
     Args:
         dataset: timm ImageDataset, or a torchvision data set of (PIL image, class index).
         transform: PIL image to uint8 (channels, height, width).
-        image_shape: shape of the transform's result.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        transform: Transform,
-        *,
-        image_shape: tuple[int, int, int],
-        seed: int,
-        training: bool,
-        mode: str = "RGB",
-    ) -> None:
+    def __init__(self, dataset: Any, transform: Transform, *, seed: int, training: bool, mode: str = "RGB") -> None:
+        super().__init__(seed=seed, training=training)
         self.dataset = dataset
         self.transform = transform
-        self.image_shape = image_shape
-        self.seed = seed
-        self.training = training
         self.mode = mode
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: SampleKey) -> Sample:
-        index, repeat, epoch = key
-        problems: list[Problem] = []
-        for attempt in range(MAX_SUBSTITUTES):
-            try:
-                image, target = self._read(index)
-                break
-            except (CorruptImageError, OSError) as error:
-                problems.append(Problem(self.name(index), first_line(error)))
-            if not self.training:
-                return Sample(torch.zeros(self.image_shape, dtype=torch.uint8), -1, key, problems)
-            index = derive_seed("substitute", self.seed, *key, attempt) % len(self)
-        else:
-            raise RuntimeError(f"{MAX_SUBSTITUTES} images in a row cannot be read, the last: {problems[-1]}")
-        with seeded("augment", self.seed, epoch, index, repeat):
-            return Sample(self.transform(image), target, key, problems)
-
     def name(self, index: int) -> str:
-        """What the image is called in messages: its file where it has one."""
+        """The image's file where it has one."""
         if isinstance(self.dataset, ImageDataset):
             return str(self.dataset.filename(index, absolute=True) or f"image {index}")
         return f"image {index}"
 
-    def _read(self, index: int) -> tuple[Any, int]:
+    def read(self, index: int) -> tuple[Any, int]:
+        """The PIL image and its class index, -1 where the data set does not say it."""
         if isinstance(self.dataset, ImageDataset):
             reader: Any = self.dataset.reader
             file, target, *_ = reader[index]
@@ -104,6 +55,10 @@ class ImageSamples(Dataset[Sample]):
                 return decode(file, mode=self.mode), -1 if target is None else int(target)
         image, target = self.dataset[index]
         return image.convert(self.mode), int(target)
+
+    def transformed(self, image: Any, target: int) -> tuple[Tensor, int]:
+        """The image augmented, or resized and cropped."""
+        return self.transform(image), target
 
 
 class StreamSamples(IterableDataset[Sample]):
@@ -174,6 +129,15 @@ class OpenedSplit(NamedTuple):
     dataset: Any
     class_to_idx: dict[str, int] | None
     stream: bool
+
+    def samples(
+        self, transform: Transform, config: DataConfig, *, rank: int, training: bool
+    ) -> ImageSamples | StreamSamples:
+        """Its images through a transform, PIL image to uint8 (channels, height, width)."""
+        if self.stream:
+            return StreamSamples(self.dataset, transform, seed=config.seed, rank=rank, training=training)
+        mode = config.input_img_mode
+        return ImageSamples(self.dataset, transform, seed=config.seed, training=training, mode=mode)
 
 
 def open_split(config: DataConfig, *, training: bool, class_to_idx: dict[str, int] | None = None) -> OpenedSplit:

@@ -13,6 +13,9 @@ from flash_vision.train.config import TrainConfig, differing_fields, option_name
 from flash_vision.train.sampling import UpdateSampler
 
 CONFIGS = TOOLS.parent / "configs"
+# of the other tasks' configurations, their tests tell
+CLASSIFICATION = [CONFIGS / name for name in ("cifar100", "eurosat", "imagenet", "quickstart")]
+SHIPPED = sorted(path for folder in CLASSIFICATION for path in folder.glob("*.yaml"))
 
 
 def config(**settings) -> TrainConfig:
@@ -44,7 +47,7 @@ def test_print_config_shows_the_resolved_run(tmp_path):
     assert set(resolved) == {field.name for field in dataclasses.fields(TrainConfig)}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_a_shipped_config_is_valid_and_says_how_it_is_run(path: Path):
     text = path.read_text()
     TrainConfig(**{"data_dir": "images", **yaml.safe_load(text)})

@@ -10,7 +10,7 @@ from training import start, train, write_images
 from flash_vision.data.holdout import split_class_folder
 from flash_vision.data.shards import ShardConfig, make_shards
 from flash_vision.train.config import TrainConfig
-from flash_vision.train.data import Batch, ToDevice, TrainLoader
+from flash_vision.train.data import Batch, ToDevice, TrainLoader, training_transform
 from flash_vision.train.parallel import Processes
 from flash_vision.train.sources import ImageSamples, find_split, open_split
 
@@ -33,10 +33,10 @@ def make_loader(data: Path, **settings) -> TrainLoader:
     to_device = ToDevice(
         PREPROCESSING, device=CPU, dtype=torch.float32, seed=config.seed, augment=config, num_classes=3
     )
-    return TrainLoader(
-        open_split(config, training=True), config, config, PREPROCESSING, batch_size=config.batch_size, num_classes=3,
-        processes=Processes(device=CPU), to_device=to_device,
-    )  # fmt: skip
+    transform = training_transform(config, PREPROCESSING)
+    samples = open_split(config, training=True).samples(transform, config, rank=0, training=True)
+    processes = Processes(device=CPU)
+    return TrainLoader(samples, config, batch_size=config.batch_size, processes=processes, prepare=to_device)
 
 
 def batches(loader: TrainLoader, epoch: int = 1, consumed: int = 0) -> list[Batch]:
@@ -68,8 +68,8 @@ def test_an_epoch_is_taken_up_in_its_middle_without_decoding_what_was_consumed(d
     loader = make_loader(data)
     expected = batches(loader)
     reads: list[int] = []
-    read = ImageSamples._read
-    monkeypatch.setattr(ImageSamples, "_read", lambda self, index: reads.append(index) or read(self, index))
+    read = ImageSamples.read
+    monkeypatch.setattr(ImageSamples, "read", lambda self, index: reads.append(index) or read(self, index))
     assert_equal(batches(loader, consumed=32), expected[4:])
     assert len(reads) == 16
 
