@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level as _maybe_current_level
 
 from flash_vision.layers.checks import check_choice, check_positive
 from flash_vision.layers.position import RelativePositionBias, position_bias
+from flash_vision.layers.projections import is_plain
 from flash_vision.layers.scale_offset import ScaleOffset, scale_offset
-from flash_vision.layers.windows import TokenContext
+from flash_vision.layers.windows import TokenContext, shared_buffer
 from flash_vision.ops.attention import (
     DIVISORS,
     GLOBAL_FNS,
@@ -124,6 +126,7 @@ class GatedAttentionUnit(nn.Module):
         )
         self.proj = nn.Linear(hidden_dim, dim, bias=False, **dd)
         self.recomputes = gate and not value_conv and num_heads == 1
+        self.shares_buffers = num_heads == 1
 
     def factor_parameters(self) -> List[Tensor]:
         """What `factors` depends on: gamma, beta and, with a position bias, its table."""
@@ -178,16 +181,52 @@ class GatedAttentionUnit(nn.Module):
         gate, value, base = self.gate(x), self.value(x), self.base(x)
         return gated_output(gate, value, base, self.proj.weight, factors, *self.factor_parameters())
 
+    @torch.jit.unused
+    def _infer(self, x: Tensor, context: TokenContext) -> Tensor:
+        """forward without gradients, with two buffers of size E that all units of the forward pass share."""
+        batch, windows, tokens, dim = x.shape
+        flat = x.flatten(0, 2)
+        inner = shared_buffer(context, "inner", x, self.value.out_features)
+        mixed = shared_buffer(context, "mixed", x, self.value.out_features)
+        torch.mm(flat, self.value.weight.t(), out=inner)
+        value = F.silu(inner, inplace=True).view(batch, windows, tokens, -1)
+        weights, queries, keys = self.factors(self.base(x), self.factor_parameters(), context)
+        out = apply_factors(weights, queries, keys, value.unsqueeze(1), mixed).view_as(inner)
+        if self.value_conv is not None:
+            out += self._convolve(value, context).view_as(inner)
+        if self.gate is not None:
+            torch.mm(flat, self.gate.weight.t(), out=inner)  # the value is not needed any more
+            out = F.silu(inner, inplace=True).mul_(out)
+        return torch.mm(out, self.proj.weight.t()).view(batch, windows, tokens, dim)
+
+    @torch.jit.unused
+    def _fast_path(self, x: Tensor) -> str:
+        """Which eager form fits: "train", "infer", or "" where modules or compilers must see the products."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_plain(self.proj):
+            return ""
+        if torch.is_grad_enabled():
+            return "train" if self.recomputes else ""
+        # neither autocast nor vmap reaches a product that is written into given memory
+        plain = is_plain(self.gate, self.value) and not torch.is_autocast_enabled(x.device.type)
+        return "infer" if plain and self.shares_buffers and _maybe_current_level() is None else ""
+
+    def _convolve(self, value: Tensor, context: TokenContext) -> Tensor:
+        """The depthwise convolution of V, (B, G, P, E) to the same."""
+        assert self.value_conv is not None
+        raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
+        return partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
+
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        """(B, G, P, C), normed, to the residual (B, G, P, C)."""
+        """(B, G, P, C), normed, to the unit's output (B, G, P, C)."""
+        if not torch.jit.is_scripting():
+            path = self._fast_path(x)
+            if path:
+                return self._infer(x, context) if path == "infer" else self._train(x, context)
         train = torch.is_grad_enabled()
-        if not torch.jit.is_scripting() and train and self.recomputes and not torch.compiler.is_compiling():
-            return self._train(x, context)
         value = F.silu(self.value(x), inplace=not train)
         mixed = self.mix(self.base(x), value, context)
         if self.value_conv is not None:
-            raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
-            mixed = mixed + partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
+            mixed = mixed + self._convolve(value, context)
         if self.gate is not None:
             gate = F.silu(self.gate(x), inplace=not train)
             mixed = mixed * gate if train else mixed.mul_(gate)
@@ -258,6 +297,7 @@ class MixedChunkUnit(GatedAttentionUnit):
         self.local_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_local else None
         self.global_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_global else None
         self.recomputes = self.recomputes and not normed
+        self.shares_buffers = self.shares_buffers and not normed
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,6 +1,6 @@
 """Entry into window-major order, with everything about the layout that every layer shares."""
 
-from typing import TYPE_CHECKING, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import is_exporting
@@ -18,6 +18,19 @@ class TokenContext(NamedTuple):
     key_mask: Optional[Tensor]  # (G, P) bool, True for real tokens; None without padding
     relative_index: Tensor  # (P, P) rows of the relative position table
     rotary: Optional[Tuple[Tensor, Tensor]]  # cosine and sine, each (G, P, S / heads / 2)
+    buffers: Dict[str, Tensor]  # what the units of one forward pass without gradients share, see `shared_buffer`
+
+
+def shared_buffer(context: TokenContext, name: str, like: Tensor, num_channels: int) -> Tensor:
+    """Memory for (tokens, num_channels), contents undefined: one buffer of a name for all units of a forward pass.
+
+    A fresh tensor in every unit costs page faults and cold caches: on a CPU as much time as a tenth of the products.
+    """
+    num_tokens = like.shape[0] * like.shape[1] * like.shape[2]
+    buffer = context.buffers.get(name)
+    if buffer is None or buffer.shape != (num_tokens, num_channels) or buffer.dtype != like.dtype:
+        buffer = context.buffers[name] = like.new_empty(num_tokens, num_channels)
+    return buffer
 
 
 class TokenWindows(nn.Module):
@@ -91,7 +104,7 @@ class TokenWindows(nn.Module):
         if self.rotary_dim > 0:
             rotary = rotary_table(layout, self.rotary_dim, self.rope_temperature, device)
         index = relative_position_index(layout, self.window_size, device)
-        return TokenContext(layout, key_mask(layout, device), index, rotary)
+        return TokenContext(layout, key_mask(layout, device), index, rotary, {})
 
     def forward(self, x: Tensor) -> Tuple[Tensor, TokenContext]:
         """(B, H, W, C) to (B, G, P, C) and the context of that layout."""
@@ -101,7 +114,7 @@ class TokenWindows(nn.Module):
             rotary: Optional[Tuple[Tensor, Tensor]] = None
             if self.rotary_cosine is not None and self.rotary_sine is not None:
                 rotary = (self.rotary_cosine, self.rotary_sine)
-            context = TokenContext(self.layout(height, width), self.key_mask, self.relative_index, rotary)
+            context = TokenContext(self.layout(height, width), self.key_mask, self.relative_index, rotary, {})
         else:
             context = self.context(height, width, x.device)
         return partition_windows(x, context.layout), context

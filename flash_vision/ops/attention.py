@@ -163,14 +163,24 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
         return torch.matmul(a.to(wide), b.to(wide))
 
 
-def local_product(weights: Tensor, v: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, out: Optional[Tensor]) -> Tensor:
+    """a b, in the memory of `out` if that is given."""
+    if out is None:
+        return torch.matmul(a, b)
+    product = out.view(a.shape[:-1] + b.shape[-1:])
+    torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=product.flatten(0, -3))
+    return product
+
+
+def local_product(weights: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """A V in each window: (..., M, M) and (..., M, E) to (..., M, E), dtype of v. Cost: M^2 E MACs.
 
     Weights that stayed float32 beside a float16 v hold numbers that float16 cannot; there the product is float32.
+    `out` is memory for the result, contiguous, of v's size and dtype, that a product without gradients may use.
     """
     if v.dtype == torch.float16 and weights.dtype == torch.float32:
         return _wide_product(weights, v).to(v.dtype)
-    return torch.matmul(weights.to(v.dtype), v)
+    return _product(weights.to(v.dtype), v, out)
 
 
 def key_value_summary(keys: Tensor, v: Tensor) -> Tensor:
@@ -181,18 +191,23 @@ def key_value_summary(keys: Tensor, v: Tensor) -> Tensor:
     return _wide_product(keys.transpose(-2, -1), v).to(v.dtype)
 
 
-def global_product(queries: Tensor, keys: Tensor, v: Tensor) -> Tensor:
-    """q~ (k~^T V): (..., N, R) twice and (..., N, E) to (..., N, E), dtype of v. Cost: 2 N R E MACs."""
-    return torch.matmul(queries.to(v.dtype), key_value_summary(keys, v))
+def global_product(queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """q~ (k~^T V): (..., N, R) twice and (..., N, E) to (..., N, E), dtype of v; out as in `local_product`.
+
+    Cost:
+        2 N R E MACs.
+    """
+    return _product(queries.to(v.dtype), key_value_summary(keys, v), out)
 
 
-def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor) -> Tensor:
+def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """A V + q~ (k~^T V): both branches, the local one added onto the global one inside its product.
 
     Args:
         weights: (B, heads, G, P, P).
         queries, keys: (B, heads, G * P, R).
         v: (B, heads, G, P, E).
+        out: as in `local_product`.
 
     Returns:
         (B, heads, G, P, E), dtype of v.
@@ -200,16 +215,16 @@ def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor) -> 
     Cost:
         P E + 2 R E MACs a token.
     """
-    out = global_product(queries, keys, v.flatten(2, 3))
-    if v.shape[1] > 1 or weights.dtype != v.dtype or out.dtype != v.dtype:
-        return out.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
-    out = out.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
+    mixed = global_product(queries, keys, v.flatten(2, 3), out)
+    if v.shape[1] > 1 or weights.dtype != v.dtype or mixed.dtype != v.dtype:
+        return mixed.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
+    mixed = mixed.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
     weights, values = weights.flatten(0, 2), v.flatten(0, 2)
     if torch.is_grad_enabled():
-        out = torch.baddbmm(out, weights, values)
+        mixed = torch.baddbmm(mixed, weights, values)
     else:
-        torch.baddbmm(out, weights, values, out=out)  # not baddbmm_, which torch's FlopCounterMode does not count
-    return out.unflatten(0, (v.shape[0], 1, v.shape[2]))
+        torch.baddbmm(mixed, weights, values, out=mixed)  # not baddbmm_, which torch's FlopCounterMode does not count
+    return mixed.unflatten(0, (v.shape[0], 1, v.shape[2]))
 
 
 @torch.fx.wrap

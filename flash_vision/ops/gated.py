@@ -17,23 +17,30 @@ from flash_vision.ops.attention import global_product, key_value_summary, local_
 Factors = Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]
 
 
-def apply_factors(weights: Optional[Tensor], queries: Optional[Tensor], keys: Optional[Tensor], v: Tensor) -> Tensor:
+def apply_factors(
+    weights: Optional[Tensor],
+    queries: Optional[Tensor],
+    keys: Optional[Tensor],
+    v: Tensor,
+    out: Optional[Tensor] = None,
+) -> Tensor:
     """A V + q~ (k~^T V), or the one branch whose factors are given.
 
     Args:
         weights: (B, heads, G, P, P) or None.
         queries, keys: (B, heads, G * P, R) or None.
         v: (B, heads, G, P, E).
+        out: memory for the result, as `ops.attention.local_product` takes it.
 
     Returns:
         (B, heads, G, P, E).
     """
     if queries is None or keys is None:
         assert weights is not None
-        return local_product(weights, v)
+        return local_product(weights, v, out)
     if weights is None:
-        return global_product(queries, keys, v.flatten(2, 3)).unflatten(2, (v.shape[2], v.shape[3]))
-    return mixed_product(weights, queries, keys, v)
+        return global_product(queries, keys, v.flatten(2, 3), out).unflatten(2, (v.shape[2], v.shape[3]))
+    return mixed_product(weights, queries, keys, v, out)
 
 
 def gated_output(

@@ -84,7 +84,8 @@ def partition_windows(x: Tensor, layout: WindowLayout) -> Tensor:
         (B, G, P, C), contiguous.
     """
     if layout.window_height == layout.height and layout.window_width == layout.width:
-        return x.reshape(x.shape[0], 1, layout.height * layout.width, x.shape[3])
+        # what a convolution left channels-first would stay so through every residual sum
+        return x.reshape(x.shape[0], 1, layout.height * layout.width, x.shape[3]).contiguous()
     rows, columns = windows_per_axis(layout)
     side_h, side_w = layout.window_height, layout.window_width
     pad_h, pad_w = rows * side_h - layout.height, columns * side_w - layout.width
