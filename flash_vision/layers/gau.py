@@ -17,7 +17,7 @@ from flash_vision.layers.checks import check_choice, check_positive
 from flash_vision.layers.position import RelativePositionBias, position_bias
 from flash_vision.layers.projections import is_plain
 from flash_vision.layers.scale_offset import ScaleOffset, scale_offset
-from flash_vision.layers.windows import TokenContext, shared_buffer
+from flash_vision.layers.windows import TokenContext
 from flash_vision.ops.attention import (
     DIVISORS,
     GLOBAL_FNS,
@@ -27,7 +27,7 @@ from flash_vision.ops.attention import (
     linear_factors,
     local_product,
 )
-from flash_vision.ops.gated import Factors, apply_factors, gated_output
+from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
 from flash_vision.ops.position import rotate
 from flash_vision.ops.windows import merge_windows, partition_windows
 
@@ -178,37 +178,43 @@ class GatedAttentionUnit(nn.Module):
         def factors(base: Tensor, *parameters: Tensor) -> Factors:
             return self.factors(base, list(parameters), context)
 
-        gate, value, base = self.gate(x), self.value(x), self.base(x)
-        return gated_output(gate, value, base, self.proj.weight, factors, *self.factor_parameters())
+        weights = self.gate.weight, self.value.weight, self.base.weight, self.proj.weight
+        return gated_unit(x, *weights, factors, context.buffers, *self.factor_parameters())
 
     @torch.jit.unused
     def _infer(self, x: Tensor, context: TokenContext) -> Tensor:
         """forward without gradients, with two buffers of size E that all units of the forward pass share."""
         batch, windows, tokens, dim = x.shape
-        flat = x.flatten(0, 2)
-        inner = shared_buffer(context, "inner", x, self.value.out_features)
-        mixed = shared_buffer(context, "mixed", x, self.value.out_features)
-        torch.mm(flat, self.value.weight.t(), out=inner)
+        dtype, device = x.dtype, x.device.type
+        if not x.is_meta and torch.is_autocast_enabled(device):  # which does not know the meta device
+            dtype = torch.get_autocast_dtype(device)
+        flat = x.to(dtype).flatten(0, 2)
+        inner, mixed = (
+            shared_buffer(context.buffers, name, flat.shape[0], self.value.out_features, flat)
+            for name in ("inner", "mixed")
+        )
+        torch.mm(flat, self.value.weight.to(dtype).t(), out=inner)
         value = F.silu(inner, inplace=True).view(batch, windows, tokens, -1)
-        weights, queries, keys = self.factors(self.base(x), self.factor_parameters(), context)
+        base = torch.mm(flat, self.base.weight.to(dtype).t()).view(batch, windows, tokens, -1)
+        weights, queries, keys = self.factors(base, self.factor_parameters(), context)
         out = apply_factors(weights, queries, keys, value.unsqueeze(1), mixed).view_as(inner)
         if self.value_conv is not None:
             out += self._convolve(value, context).view_as(inner)
         if self.gate is not None:
-            torch.mm(flat, self.gate.weight.t(), out=inner)  # the value is not needed any more
+            torch.mm(flat, self.gate.weight.to(dtype).t(), out=inner)  # the value is not needed any more
             out = F.silu(inner, inplace=True).mul_(out)
-        return torch.mm(out, self.proj.weight.t()).view(batch, windows, tokens, dim)
+        return torch.mm(out, self.proj.weight.to(dtype).t()).view(batch, windows, tokens, dim)
 
     @torch.jit.unused
-    def _fast_path(self, x: Tensor) -> str:
-        """Which eager form fits: "train", "infer", or "" where modules or compilers must see the products."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not is_plain(self.proj):
+    def _fast_path(self) -> str:
+        """Which eager form fits: "train", "infer", or "" where modules, compilers or transforms see the products."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _maybe_current_level() is not None:
+            return ""
+        if not is_plain(self.gate, self.value, self.base, self.proj):
             return ""
         if torch.is_grad_enabled():
             return "train" if self.recomputes else ""
-        # neither autocast nor vmap reaches a product that is written into given memory
-        plain = is_plain(self.gate, self.value) and not torch.is_autocast_enabled(x.device.type)
-        return "infer" if plain and self.shares_buffers and _maybe_current_level() is None else ""
+        return "infer" if self.shares_buffers else ""
 
     def _convolve(self, value: Tensor, context: TokenContext) -> Tensor:
         """The depthwise convolution of V, (B, G, P, E) to the same."""
@@ -219,7 +225,7 @@ class GatedAttentionUnit(nn.Module):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C), normed, to the unit's output (B, G, P, C)."""
         if not torch.jit.is_scripting():
-            path = self._fast_path(x)
+            path = self._fast_path()
             if path:
                 return self._infer(x, context) if path == "infer" else self._train(x, context)
         train = torch.is_grad_enabled()

@@ -18,19 +18,7 @@ class TokenContext(NamedTuple):
     key_mask: Optional[Tensor]  # (G, P) bool, True for real tokens; None without padding
     relative_index: Tensor  # (P, P) rows of the relative position table
     rotary: Optional[Tuple[Tensor, Tensor]]  # cosine and sine, each (G, P, S / heads / 2)
-    buffers: Dict[str, Tensor]  # what the units of one forward pass without gradients share, see `shared_buffer`
-
-
-def shared_buffer(context: TokenContext, name: str, like: Tensor, num_channels: int) -> Tensor:
-    """Memory for (tokens, num_channels), contents undefined: one buffer of a name for all units of a forward pass.
-
-    A fresh tensor in every unit costs page faults and cold caches: on a CPU as much time as a tenth of the products.
-    """
-    num_tokens = like.shape[0] * like.shape[1] * like.shape[2]
-    buffer = context.buffers.get(name)
-    if buffer is None or buffer.shape != (num_tokens, num_channels) or buffer.dtype != like.dtype:
-        buffer = context.buffers[name] = like.new_empty(num_tokens, num_channels)
-    return buffer
+    buffers: Dict[str, Tensor]  # shared by the units of one forward pass, see `ops.gated.shared_buffer`
 
 
 class TokenWindows(nn.Module):

@@ -1,20 +1,23 @@
-"""The middle of a gated unit in one step: from the projections' outputs to the unit's output.
+"""A whole gated unit in one step, from its normed input to its output, for training.
 
-In training this keeps the three pre-activations and the mixed values, and recomputes the activations, the gated
-product and everything about the factors: 6 C + S numbers a token (E = 2 C) where autograd would keep about 17 C.
+It keeps the three pre-activations and the mixed values and recomputes the activations, the gated product and everything
+about the factors: with the input 7 C + S numbers a token (E = 2 C) where autograd would keep about 18 C. What it needs
+for a moment lies in buffers that all units of a forward pass share: fresh memory costs a CPU page faults and cold
+caches.
 """
 
 from contextlib import nullcontext
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product
 
 Factors = Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]
+_silu_out = torch.ops.aten.silu.out
+_silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
 
 def apply_factors(
@@ -43,82 +46,117 @@ def apply_factors(
     return mixed_product(weights, queries, keys, v, out)
 
 
-def gated_output(
-    gate: Tensor, value: Tensor, base: Tensor, proj: Tensor, factors: Callable[..., Factors], *parameters: Tensor
-) -> Tensor:
-    """(SiLU(gate) * (A SiLU(value) + q~ (k~^T SiLU(value)))) Wo for one head, with a small memory in training.
+def shared_buffer(buffers: Dict[str, Tensor], name: str, num_tokens: int, num_channels: int, like: Tensor) -> Tensor:
+    """Memory for (num_tokens, num_channels) with undefined contents: the same for all units of one forward pass.
 
     Args:
-        gate, value: pre-activations X Wu and X Wv, (B, G, P, E).
-        base: pre-activation X Wz, (B, G, P, S).
-        proj: Wo as `nn.Linear` keeps it, (C, E).
-        factors: maps (base, *parameters) to weights, queries and keys, as `apply_factors` takes them.
+        buffers: of that forward pass; filled here.
+        name: which buffer.
+        like: gives dtype and device.
+    """
+    buffer = buffers.get(name)
+    shape = (num_tokens, num_channels)
+    if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype or buffer.device != like.device:
+        buffer = buffers[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
+    return buffer
+
+
+def gated_unit(
+    x: Tensor,
+    gate: Tensor,
+    value: Tensor,
+    base: Tensor,
+    proj: Tensor,
+    factors: Callable[..., Factors],
+    buffers: Dict[str, Tensor],
+    *parameters: Tensor,
+) -> Tensor:
+    """(SiLU(X Wu) * (A V + q~ (k~^T V))) Wo with V = SiLU(X Wv) for one head, with a small memory in training.
+
+    Args:
+        x: (B, G, P, C).
+        gate, value, base, proj: Wu, Wv (E, C), Wz (S, C) and Wo (C, E), as `nn.Linear` keeps them.
+        factors: maps (X Wz as (B, G, P, S), *parameters) to weights, queries and keys, as `apply_factors` takes them.
+        buffers: see `shared_buffer`.
         parameters: what `factors` depends on and gradients flow to.
 
     Returns:
-        (B, G, P, C).
+        (B, G, P, C), in the dtype of autocast where that is on.
 
     Cost:
-        the products of `apply_factors` and E C MACs a token.
+        3 C E + C S MACs a token and the products of `apply_factors`.
     """
-    return _GatedOutput.apply(gate, value, base, proj, factors, *parameters)  # pyright: ignore[reportReturnType]
+    return _GatedUnit.apply(x, gate, value, base, proj, factors, buffers, *parameters)  # pyright: ignore[reportReturnType]
 
 
-class _GatedOutput(torch.autograd.Function):
+class _GatedUnit(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        gate: Tensor,
-        value: Tensor,
-        base: Tensor,
-        proj: Tensor,
+        x: Tensor,
+        wu: Tensor,
+        wv: Tensor,
+        wz: Tensor,
+        wo: Tensor,
         factors: Callable[..., Factors],
+        buffers: Dict[str, Tensor],
         *parameters: Tensor,
     ) -> Tensor:
-        mixed = apply_factors(*factors(base, *parameters), F.silu(value).unsqueeze(1)).squeeze(1)
-        ctx.factors = factors
-        ctx.autocast = nullcontext()
-        if not gate.is_meta:  # which autocast does not know
-            device = gate.device.type
-            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            ctx.autocast = torch.autocast(device, dtype, enabled=enabled)
-        ctx.save_for_backward(gate, value, base, proj, mixed, *parameters)
-        return F.linear(F.silu(gate).mul_(mixed), proj)
+        dtype, ctx.autocast = x.dtype, nullcontext()
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which does not know the meta device
+            dtype = torch.get_autocast_dtype(x.device.type)
+            ctx.autocast = torch.autocast(x.device.type, dtype)
+        flat = x.to(dtype).flatten(0, 2)
+        batch, windows, tokens, dim = x.shape
+        gate, value, base = (torch.mm(flat, weight.to(dtype).t()) for weight in (wu, wv, wz))
+        base = base.view(batch, windows, tokens, -1)
+        inner = shared_buffer(buffers, "inner", *value.shape, value)
+        v = _silu_out(value, out=inner).view(batch, 1, windows, tokens, -1)
+        mixed = apply_factors(*factors(base, *parameters), v).view_as(gate)
+        ctx.factors, ctx.buffers = factors, buffers
+        ctx.save_for_backward(flat, wu, wv, wz, wo, gate, value, base, mixed, *parameters)
+        out = torch.mm(_silu_out(gate, out=inner).mul_(mixed), wo.to(dtype).t())
+        return out.view(batch, windows, tokens, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with ctx.autocast:
-            return _backward(ctx, grad_outputs[0])
+        flat, wu, wv, wz, wo, gate, value, base, mixed, *parameters = ctx.saved_tensors
+        dtype, shape = flat.dtype, base.shape[:3]
+        needs_x, needs_u, needs_v, needs_z, needs_o = ctx.needs_input_grad[:5]
+        first, second, third = (shared_buffer(ctx.buffers, n, *gate.shape, gate) for n in ("inner", "mixed", "grad"))
+        grad_out = grad_outputs[0].to(dtype).flatten(0, 2)
+
+        def of_weight(needed: bool, grad: Tensor, inputs: Tensor, weight: Tensor) -> Optional[Tensor]:
+            return torch.mm(grad.t(), inputs).to(weight.dtype) if needed else None
+
+        grad_gated = torch.mm(grad_out, wo.to(dtype), out=first)
+        activated = _silu_out(gate, out=second)
+        grad_o = of_weight(needs_o, grad_out, torch.mul(activated, mixed, out=third), wo) if needs_o else None
+        grad_mixed = activated.mul_(grad_gated).view(shape[0], 1, *shape[1:], -1)
+        grad_gate = _silu_backward_out(grad_gated.mul_(mixed), gate, grad_input=first)
+        grad_u = of_weight(needs_u, grad_gate, flat, wu)
+        grad_x = torch.mm(grad_gate, wu.to(dtype)) if needs_x else None
+
+        # the factors, small, once more and under autograd; everything of size E by hand
+        with torch.enable_grad(), ctx.autocast:
+            leaves = [t.detach().requires_grad_() for t in (base, *parameters)]
+            made = [t for t in ctx.factors(*leaves) if t is not None]
+        v = _silu_out(value, out=third).view_as(grad_mixed)
+        grad_v, grad_made = _product_gradients(*_unpack(made), v, grad_mixed, out=first)
+        grad_value = _silu_backward_out(grad_v.view_as(value), value, grad_input=first)
+        grad_made = [g.to(t.dtype) for g, t in zip(grad_made, made, strict=True)]
+        grad_base, *grad_parameters = torch.autograd.grad(made, leaves, grad_made, allow_unused=True)
+        grad_base = grad_base.to(dtype).flatten(0, 2)
+        if grad_x is not None:
+            torch.addmm(grad_x, grad_value, wv.to(dtype), out=grad_x)
+            torch.addmm(grad_x, grad_base, wz.to(dtype), out=grad_x)
+            grad_x = grad_x.view(*shape, -1)
+        grad_v, grad_z = of_weight(needs_v, grad_value, flat, wv), of_weight(needs_z, grad_base, flat, wz)
+        return (grad_x, grad_u, grad_v, grad_z, grad_o, None, None, *grad_parameters)
 
 
-def _backward(ctx: Any, grad_out: Tensor) -> Tuple[Optional[Tensor], ...]:
-    gate, value, base, proj, mixed, *parameters = ctx.saved_tensors
-    dtype = gate.dtype
-    # the factors, small, once more and under autograd; everything of size E by hand
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (base, *parameters)]
-        made = [t for t in ctx.factors(*leaves) if t is not None]
-    weights, queries, keys = _unpack(made)
-
-    grad_gated = torch.matmul(grad_out.to(dtype), proj.to(dtype))
-    activated = F.silu(gate)
-    grad_proj = None
-    if ctx.needs_input_grad[3]:
-        gated = (activated * mixed).flatten(0, 2)
-        grad_proj = torch.matmul(grad_out.to(dtype).flatten(0, 2).t(), gated).to(proj.dtype)
-    grad_gate = torch.ops.aten.silu_backward(grad_gated * mixed, gate)
-    grad_mixed = grad_gated.mul_(activated).unsqueeze(1)
-
-    v = F.silu(value).unsqueeze(1)
-    grad_v, grad_made = _product_gradients(weights, queries, keys, v, grad_mixed)
-    grad_value = torch.ops.aten.silu_backward(grad_v.squeeze(1), value)
-    grad_made = [g.to(t.dtype) for g, t in zip(grad_made, made, strict=True)]
-    grad_leaves = torch.autograd.grad(made, leaves, grad_made, allow_unused=True)
-    return (grad_gate, grad_value, grad_leaves[0], grad_proj, None, *grad_leaves[1:])
-
-
-def _unpack(made: list[Tensor]) -> Factors:
+def _unpack(made: List[Tensor]) -> Factors:
     detached = [t.detach() for t in made]
     if len(detached) == 1:
         return detached[0], None, None
@@ -128,24 +166,28 @@ def _unpack(made: list[Tensor]) -> Factors:
 
 
 def _product_gradients(
-    weights: Optional[Tensor], queries: Optional[Tensor], keys: Optional[Tensor], v: Tensor, grad: Tensor
-) -> Tuple[Tensor, list[Tensor]]:
-    """Gradients of `apply_factors` for v and for the factors given, by hand; shapes as there."""
+    weights: Optional[Tensor],
+    queries: Optional[Tensor],
+    keys: Optional[Tensor],
+    v: Tensor,
+    grad: Tensor,
+    *,
+    out: Tensor,
+) -> Tuple[Tensor, List[Tensor]]:
+    """Gradients of `apply_factors` for v, in the memory of out, and for the factors given, by hand; shapes as there."""
     grad_v: Optional[Tensor] = None
     grad_factors = []
     if weights is not None:
         grad_factors.append(torch.matmul(grad, v.transpose(-2, -1)))
-        grad_v = local_product(weights.transpose(-2, -1), grad)
+        grad_v = local_product(weights.transpose(-2, -1), grad, out)
     if queries is not None and keys is not None:
         flat_v, flat_grad = v.flatten(2, 3), grad.flatten(2, 3)
         summary, grad_summary = key_value_summary(keys, flat_v), key_value_summary(queries, flat_grad)
         grad_factors.append(torch.matmul(flat_grad, summary.transpose(-2, -1)))
         grad_factors.append(torch.matmul(flat_v, grad_summary.transpose(-2, -1)))
-        keys = keys.to(v.dtype)
         if grad_v is None:
-            return torch.matmul(keys, grad_summary).unflatten(2, (v.shape[2], v.shape[3])), grad_factors
+            return torch.matmul(keys.to(v.dtype), grad_summary), grad_factors
         grad_v = grad_v.flatten(0, 1).flatten(1, 2)
-        torch.baddbmm(grad_v, keys.squeeze(1), grad_summary.squeeze(1), out=grad_v)
-        grad_v = grad_v.unflatten(1, (v.shape[2], v.shape[3])).unsqueeze(1)
+        torch.baddbmm(grad_v, keys.to(v.dtype).squeeze(1), grad_summary.squeeze(1), out=grad_v)
     assert grad_v is not None
     return grad_v, grad_factors
