@@ -57,7 +57,7 @@ def _create(variant: str, pretrained: bool, model_args: Dict[str, Any], kwargs: 
 
 @register_model
 def flash_pyramid_nano(pretrained: bool = False, **kwargs) -> FlashPyramid:
-    """For tests and small data."""
+    """For tests and small data, at 32 pixels and more."""
     args = dict(embed_dims=(32, 64, 128, 256), depths=(2, 4, 8, 4), qk_dims=(16, 16, 32, 32))
     return _create("flash_pyramid_nano", pretrained, args, kwargs)
 
@@ -65,19 +65,19 @@ def flash_pyramid_nano(pretrained: bool = False, **kwargs) -> FlashPyramid:
 @register_model
 def flash_pyramid_tiny(pretrained: bool = False, **kwargs) -> FlashPyramid:
     """The size and cost of swin_tiny_patch4_window7_224."""
-    args = dict(embed_dims=(96, 192, 384, 768), depths=(2, 4, 10, 4), qk_dims=(16, 32, 32, 64))
+    args = dict(embed_dims=(64, 128, 384, 704), depths=(2, 4, 14, 4), qk_dims=(16, 16, 32, 64))
     return _create("flash_pyramid_tiny", pretrained, args, kwargs)
 
 
 @register_model
 def flash_pyramid_small(pretrained: bool = False, **kwargs) -> FlashPyramid:
     """The size and cost of swin_small_patch4_window7_224."""
-    args = dict(embed_dims=(96, 192, 384, 768), depths=(2, 4, 32, 4), qk_dims=(16, 32, 32, 64))
+    args = dict(embed_dims=(64, 128, 384, 704), depths=(2, 4, 36, 4), qk_dims=(16, 16, 32, 64))
     return _create("flash_pyramid_small", pretrained, args, kwargs)
 
 
 @register_model
 def flash_pyramid_base(pretrained: bool = False, **kwargs) -> FlashPyramid:
     """The size and cost of swin_base_patch4_window7_224."""
-    args = dict(embed_dims=(128, 256, 512, 1024), depths=(2, 4, 32, 4), qk_dims=(16, 32, 32, 64))
+    args = dict(embed_dims=(96, 192, 512, 960), depths=(2, 4, 36, 4), qk_dims=(16, 32, 32, 64))
     return _create("flash_pyramid_base", pretrained, args, kwargs)

@@ -116,7 +116,7 @@ class FlashPyramid(nn.Module):
         num_classes: classes of the head, 0 for none.
         global_pool: "avg", "max", "avgmax", or "" for the unpooled map, which needs num_classes 0.
         embed_dims: width C of each stage.
-        depths: gated units of each stage; Swin's block is matched by two.
+        depths: gated units of each stage.
         qk_dims: S of each stage.
         expansion: E / C.
         window_size: nominal window side or (rows, columns) in tokens, and the reach of the relative position bias;
@@ -145,9 +145,9 @@ class FlashPyramid(nn.Module):
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "avg",
-        embed_dims: Sequence[int] = (96, 192, 384, 768),
-        depths: Sequence[int] = (4, 4, 12, 4),
-        qk_dims: Sequence[int] = (16, 32, 32, 64),
+        embed_dims: Sequence[int] = (64, 128, 384, 704),
+        depths: Sequence[int] = (2, 4, 14, 4),
+        qk_dims: Sequence[int] = (16, 16, 32, 64),
         expansion: float = 2.0,
         window_size: Union[int, Tuple[int, int]] = 7,
         score_fn: str = "relu2",

@@ -20,12 +20,13 @@ GOLDEN = {
     "flash_quad_small": (22621888, 5102681088),
     "flash_quad_base": (88279360, 18615060480),
     "flash_pyramid_nano": (3207596, 560916352),
-    "flash_pyramid_tiny": (28684960, 4552069888),
-    "flash_pyramid_small": (48445756, 8807634432),
-    "flash_pyramid_base": (85471244, 15204916480),
+    "flash_pyramid_tiny": (28804344, 4302452416),
+    "flash_pyramid_small": (48565140, 8558016960),
+    "flash_pyramid_base": (87168100, 15210042560),
 }
 PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
 PEERS["large"] = "vit_large_patch16_224"
+SWINS = {size: f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base")}
 
 
 def parameters(model):
@@ -58,6 +59,14 @@ def test_size_and_cost_match_the_vit_of_the_same_name(size):
     assert abs(parameters(model) / parameters(vit) - 1) < 0.05
     assert abs(macs(model) / macs(vit) - 1) < 0.12
     assert len(model.blocks) == 2 * len(vit.blocks)
+
+
+@pytest.mark.parametrize("size", SWINS)
+def test_size_and_cost_of_a_pyramid_match_the_swin_of_the_same_name(size):
+    swin = timm.create_model(SWINS[size], device="meta").eval()
+    recorded_parameters, recorded_macs = GOLDEN[f"flash_pyramid_{size}"]
+    assert abs(recorded_parameters / parameters(swin) - 1) < 0.05
+    assert abs(recorded_macs / macs(swin) - 1) < 0.05
 
 
 def test_paper_recipe_is_the_published_one():

@@ -10,11 +10,15 @@ from timm.models import get_model_traits, save_for_hf
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.optim import create_optimizer_v2
 
-MODELS = {
+from flash_vision.layers import GatedBlock
+
+ISOTROPIC_MODELS = {
     "flash_gau_pico": {},
     "flash_gau_small_paper": {"depth": 4, "img_size": 64, "window_size": 2, "embed_dim": 64, "qk_dim": 16},
     "flash_quad_tiny": {"depth": 4, "img_size": 64},
 }
+MODELS = {**ISOTROPIC_MODELS, "flash_pyramid_nano": {"img_size": 64, "window_size": 4, "depths": (2, 2, 3, 2)}}
+ISOTROPIC = pytest.mark.parametrize("name", ISOTROPIC_MODELS)  # test_pyramid.py has the pyramids' own forms
 ALL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -22,11 +26,24 @@ def make(name, **kwargs):
     return timm.create_model(name, **{**MODELS[name], **kwargs}).eval()
 
 
+def image_size(model):
+    return model.patch_embed.img_size if hasattr(model, "patch_embed") else model.img_size
+
+
 def image(model, batch=2, channels=3):
-    return torch.randn(batch, channels, *model.patch_embed.img_size)
+    return torch.randn(batch, channels, *image_size(model))
 
 
-@ALL
+def pixels(model):
+    """Pixels that a token spans; in a pyramid a step that leaves padding in some stage."""
+    return model.patch_embed.patch_size[0] if hasattr(model, "patch_embed") else 12
+
+
+def gated_blocks(model):
+    return [module for module in model.modules() if isinstance(module, GatedBlock)]
+
+
+@ISOTROPIC
 def test_attributes_that_timm_reads(name):
     model = make(name, num_classes=7)
     assert model.num_classes == 7
@@ -38,7 +55,7 @@ def test_attributes_that_timm_reads(name):
     assert model.get_classifier() is model.head
 
 
-@ALL
+@ISOTROPIC
 @torch.no_grad()
 def test_features_head_and_pooling(name):
     model = make(name, num_classes=7)
@@ -65,7 +82,7 @@ def test_num_classes_zero_gives_pooled_features_and_in_chans_are_free(name):
     assert model(image(model, channels=5)).shape == (2, model.num_features)
 
 
-@ALL
+@ISOTROPIC
 @torch.no_grad()
 def test_intermediates_are_nchw_taps_of_raster_order(name):
     model = make(name)
@@ -83,7 +100,7 @@ def test_intermediates_are_nchw_taps_of_raster_order(name):
     torch.testing.assert_close(as_dict["image_features"], final)
 
 
-@ALL
+@ISOTROPIC
 @torch.no_grad()
 def test_features_only_takes_any_size_and_any_indices(name):
     net = make(name, features_only=True, out_indices=(0, -1))
@@ -93,7 +110,7 @@ def test_features_only_takes_any_size_and_any_indices(name):
     assert [tap.shape[1] for tap in taps] == net.feature_info.channels()
 
 
-@ALL
+@ISOTROPIC
 @torch.no_grad()
 def test_pruning_keeps_the_taps_and_drops_the_rest(name):
     model, pruned = make(name), make(name)
@@ -132,7 +149,7 @@ def test_only_matrices_and_kernels_decay_and_layers_decay_by_depth(name):
             decays = names[id(p)].endswith("weight") and p.ndim > 1
             assert (group["weight_decay"] > 0) == decays, names[id(p)]
     scales = sorted({group["lr_scale"] for group in optimizer.param_groups})
-    assert len(scales) == len(model.blocks) + 2
+    assert len(scales) == len(gated_blocks(model)) + 2
     assert scales[-1] == 1
 
 
@@ -157,7 +174,7 @@ def test_built_on_meta_then_emptied_and_initialised(name):
 @ALL
 def test_runs_forward_and_backward_on_meta(name):
     model = make(name, device="meta", num_classes=5).train()
-    model(torch.empty(2, 3, *model.patch_embed.img_size, device="meta")).sum().backward()
+    model(torch.empty(2, 3, *image_size(model), device="meta")).sum().backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
@@ -178,8 +195,7 @@ def test_built_in_a_meta_context_then_loaded(name):
 @torch.no_grad()
 def test_resized_and_reset_model_returns_bit_exact_from_a_local_dir(name, tmp_path):
     model = make(name, num_classes=7)
-    patch = model.patch_embed.patch_size[0]
-    model.set_input_size((6 * patch, 9 * patch))
+    model.set_input_size((6 * pixels(model), 9 * pixels(model)))
     model.reset_classifier(3)
     save_for_hf(model, tmp_path, safe_serialization=True)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
@@ -188,7 +204,7 @@ def test_resized_and_reset_model_returns_bit_exact_from_a_local_dir(name, tmp_pa
     assert get_model_traits(loaded)["num_classes"] == 3
 
 
-@ALL
+@ISOTROPIC
 @torch.no_grad()
 def test_set_input_size_follows_dtype_keeps_frozen_and_changes_nothing_at_the_same_size(name):
     model = make(name).to(torch.bfloat16)
@@ -252,8 +268,7 @@ def test_fixed_size_is_enforced_when_asked_for():
 def test_torchscript_agrees_at_two_sizes(name):
     model = make(name, scriptable=True)
     scripted = torch.jit.script(model)
-    patch = model.patch_embed.patch_size[0]
-    for x in (image(model), torch.randn(1, 3, 5 * patch + 1, 7 * patch)):
+    for x in (image(model), torch.randn(1, 3, 5 * pixels(model) + 1, 7 * pixels(model))):
         torch.testing.assert_close(scripted(x), model(x))
 
 
@@ -305,12 +320,13 @@ def test_autocast_and_half_weights(name):
 
 @ALL
 def test_copies_and_pickles_with_stochastic_depth(name):
-    model = make(name, drop_path_rate=0.2, drop_rate=0.1, pos_drop_rate=0.1, num_classes=5).train()
+    rates_of_isotropic_models = {"pos_drop_rate": 0.1} if name in ISOTROPIC_MODELS else {}
+    model = make(name, drop_path_rate=0.2, drop_rate=0.1, num_classes=5, **rates_of_isotropic_models).train()
     copy.deepcopy(model)
     torch.save(model, io.BytesIO())
     x = image(model)
     assert (model(x) - model(x)).abs().max() > 0
     model.eval()
     torch.testing.assert_close(model(x), model(x), rtol=0, atol=0)
-    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks]
+    rates = [getattr(block.drop_path, "drop_prob", 0.0) for block in gated_blocks(model)]
     assert rates == pytest.approx(torch.linspace(0, 0.2, len(rates)).tolist())
