@@ -6,7 +6,8 @@ with timm: `timm.create_model("flash_gau_small")`.
 
 from timm import create_model
 
-from flash_vision.models import FlashGAU
+from flash_vision.models import FlashGAU, FlashPyramid
+from flash_vision.models.deploy import optimize_for_inference
 
 __version__ = "0.1.0"
-__all__ = ["FlashGAU", "create_model"]
+__all__ = ["FlashGAU", "FlashPyramid", "create_model", "optimize_for_inference"]

@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, Optional
 
+import torch
 from timm.layers import DropPath, LayerNorm, LayerScale
 from torch import Tensor, nn
 
@@ -34,6 +35,14 @@ class GatedBlock(nn.Module):
         self.unit = unit
         self.ls = LayerScale(dim, init_values=init_values, **dd) if init_values is not None else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+
+    def reparameterize(self) -> None:
+        """For inference: LayerScale becomes part of the unit's output projection, stochastic depth goes."""
+        if isinstance(self.ls, LayerScale):
+            with torch.no_grad():
+                self.unit.get_submodule("proj").get_parameter("weight").mul_(self.ls.gamma[:, None])
+            self.ls = nn.Identity()
+        self.drop_path = nn.Identity()
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C) to the same."""

@@ -311,6 +311,15 @@ class MixedChunkUnit(GatedAttentionUnit):
         if self.global_scale is not None:
             nn.init.ones_(self.global_scale)
 
+    def reparameterize(self) -> None:
+        """For inference: the branch factor becomes part of the global query's roles, where q~ is linear in q."""
+        if self.global_scale is not None and self.global_fn == "plain":
+            factor = self.global_scale.detach().repeat_interleave(self.scale_offset.gamma.shape[1] // self.num_heads)
+            with torch.no_grad():
+                self.scale_offset.gamma[-2].mul_(factor)
+                self.scale_offset.beta[-2].mul_(factor)
+            self.global_scale = None
+
     def factor_parameters(self) -> List[Tensor]:
         """What `factors` depends on: gamma, beta, the bias table and the branch factor, as far as there are any."""
         parameters: List[Tensor] = [self.scale_offset.gamma, self.scale_offset.beta]

@@ -21,19 +21,57 @@ DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline", "elu1")
 
 
+# CPUs without instructions for them: torch's products then take several times as long as in float32
+_HAS_MKLDNN = torch.backends.mkldnn.is_available()
+_SLOW_BFLOAT16 = _HAS_MKLDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+_SLOW_FLOAT16 = _HAS_MKLDNN and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
 def _is_low(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 or dtype == torch.bfloat16
 
 
+def _is_slow(x: Tensor) -> bool:
+    """Whether a product of x, under autocast if that is on, is faster in float32: its sums are float32 in any case."""
+    if torch.jit.is_scripting() or not x.is_cpu:
+        return False
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    return (_SLOW_BFLOAT16 and dtype == torch.bfloat16) or (_SLOW_FLOAT16 and dtype == torch.float16)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in at least float32, whatever autocast says."""
+    wide = torch.promote_types(b.dtype, torch.float32)
+    if torch.jit.is_scripting() or b.is_meta:
+        return torch.matmul(a.to(wide), b.to(wide))
+    with torch.autocast(b.device.type, enabled=False):
+        return torch.matmul(a.to(wide), b.to(wide))
+
+
+def product(a: Tensor, b: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """a b for equally many leading axes, in the arithmetic that is fastest for their dtype.
+
+    `out` is memory for the result, contiguous, of its size and dtype, that a product without gradients may use.
+    """
+    if _is_slow(a):
+        wide = _wide_product(a, b)
+        return wide.to(a.dtype) if out is None else out.view_as(wide).copy_(wide)
+    if out is None:
+        return torch.matmul(a, b)
+    result = out.view(a.shape[:-1] + b.shape[-1:])
+    torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=result.flatten(0, -3))
+    return result
+
+
 def _similarity(q: Tensor, k: Tensor, attn_bias: Optional[Tensor], factor: float) -> Tensor:
     """factor * (q k^T) + bias: (..., M, M), float32 where q is float16 or bfloat16."""
-    if attn_bias is not None and q.dim() == 5 and q.shape[1] == 1 and q.dtype == attn_bias.dtype:
+    if attn_bias is not None and q.dim() == 5 and q.shape[1] == 1 and q.dtype == attn_bias.dtype and not _is_slow(q):
         # one head: all windows are one batch, the bias is broadcast over it, and no pass over the scores is needed
         bias = attn_bias.expand(q.shape[0], 1, q.shape[2], q.shape[3], q.shape[3]).flatten(0, 2)
         similarity = torch.baddbmm(bias, q.flatten(0, 2), k.flatten(0, 2).transpose(1, 2), alpha=factor)
         similarity = similarity.unflatten(0, (q.shape[0], 1, q.shape[2]))
         return similarity.float() if _is_low(similarity.dtype) else similarity
-    similarity = torch.matmul(q if factor == 1.0 else q * factor, k.transpose(-2, -1))
+    similarity = product(q if factor == 1.0 else q * factor, k.transpose(-2, -1))
     if _is_low(similarity.dtype):
         similarity = similarity.float()
     return similarity if attn_bias is None else similarity + attn_bias
@@ -45,7 +83,8 @@ def _scores(similarity: Tensor, score_fn: str) -> Tensor:
     if score_fn == "relu2":
         if torch.is_grad_enabled():
             return F.relu(similarity).square()
-        return similarity.clamp_(min=0).square_()
+        kept = similarity.relu_()
+        return kept.mul_(kept)
     # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
     return 0.5 + 0.5 * torch.erf((similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi))
 
@@ -154,50 +193,32 @@ def linear_factors(
     return q if scale is None else q * scale.to(q.dtype), keys
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in at least float32, whatever autocast says."""
-    wide = torch.promote_types(b.dtype, torch.float32)
-    if torch.jit.is_scripting() or b.is_meta:
-        return torch.matmul(a.to(wide), b.to(wide))
-    with torch.autocast(b.device.type, enabled=False):
-        return torch.matmul(a.to(wide), b.to(wide))
-
-
-def _product(a: Tensor, b: Tensor, out: Optional[Tensor]) -> Tensor:
-    """a b, in the memory of `out` if that is given."""
-    if out is None:
-        return torch.matmul(a, b)
-    product = out.view(a.shape[:-1] + b.shape[-1:])
-    torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=product.flatten(0, -3))
-    return product
-
-
 def local_product(weights: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """A V in each window: (..., M, M) and (..., M, E) to (..., M, E), dtype of v. Cost: M^2 E MACs.
 
     Weights that stayed float32 beside a float16 v hold numbers that float16 cannot; there the product is float32.
-    `out` is memory for the result, contiguous, of v's size and dtype, that a product without gradients may use.
+    `out` as in `product`.
     """
     if v.dtype == torch.float16 and weights.dtype == torch.float32:
         return _wide_product(weights, v).to(v.dtype)
-    return _product(weights.to(v.dtype), v, out)
+    return product(weights.to(v.dtype), v, out)
 
 
 def key_value_summary(keys: Tensor, v: Tensor) -> Tensor:
     """k~^T V: (..., N, R) and (..., N, E) to (..., R, E), dtype of v, summed in float32. Cost: N R E MACs."""
     if v.dtype == torch.bfloat16 and not v.is_cuda:
         # the CPU's bfloat16 product sums in float32 and rounds once
-        return torch.matmul(keys.to(v.dtype).transpose(-2, -1), v)
+        return product(keys.to(v.dtype).transpose(-2, -1), v)
     return _wide_product(keys.transpose(-2, -1), v).to(v.dtype)
 
 
 def global_product(queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """q~ (k~^T V): (..., N, R) twice and (..., N, E) to (..., N, E), dtype of v; out as in `local_product`.
+    """q~ (k~^T V): (..., N, R) twice and (..., N, E) to (..., N, E), dtype of v; out as in `product`.
 
     Cost:
         2 N R E MACs.
     """
-    return _product(queries.to(v.dtype), key_value_summary(keys, v), out)
+    return product(queries.to(v.dtype), key_value_summary(keys, v), out)
 
 
 def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
@@ -207,7 +228,7 @@ def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out
         weights: (B, heads, G, P, P).
         queries, keys: (B, heads, G * P, R).
         v: (B, heads, G, P, E).
-        out: as in `local_product`.
+        out: as in `product`.
 
     Returns:
         (B, heads, G, P, E), dtype of v.
@@ -216,11 +237,11 @@ def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out
         P E + 2 R E MACs a token.
     """
     mixed = global_product(queries, keys, v.flatten(2, 3), out)
-    if v.shape[1] > 1 or weights.dtype != v.dtype or mixed.dtype != v.dtype:
+    if v.shape[1] > 1 or weights.dtype != v.dtype or mixed.dtype != v.dtype or _is_slow(v):
         return mixed.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
     mixed = mixed.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
     weights, values = weights.flatten(0, 2), v.flatten(0, 2)
-    if torch.is_grad_enabled():
+    if out is None:
         mixed = torch.baddbmm(mixed, weights, values)
     else:
         torch.baddbmm(mixed, weights, values, out=mixed)  # not baddbmm_, which torch's FlopCounterMode does not count

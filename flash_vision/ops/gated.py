@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product
+from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product, product
 
 Factors = Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]
 _silu_out = torch.ops.aten.silu.out
@@ -178,16 +178,19 @@ def _product_gradients(
     grad_v: Optional[Tensor] = None
     grad_factors = []
     if weights is not None:
-        grad_factors.append(torch.matmul(grad, v.transpose(-2, -1)))
+        grad_factors.append(product(grad, v.transpose(-2, -1)))
         grad_v = local_product(weights.transpose(-2, -1), grad, out)
     if queries is not None and keys is not None:
         flat_v, flat_grad = v.flatten(2, 3), grad.flatten(2, 3)
         summary, grad_summary = key_value_summary(keys, flat_v), key_value_summary(queries, flat_grad)
-        grad_factors.append(torch.matmul(flat_grad, summary.transpose(-2, -1)))
-        grad_factors.append(torch.matmul(flat_v, grad_summary.transpose(-2, -1)))
+        grad_factors.append(product(flat_grad, summary.transpose(-2, -1)))
+        grad_factors.append(product(flat_v, grad_summary.transpose(-2, -1)))
         if grad_v is None:
-            return torch.matmul(keys.to(v.dtype), grad_summary), grad_factors
+            return product(keys.to(v.dtype), grad_summary, out), grad_factors
         grad_v = grad_v.flatten(0, 1).flatten(1, 2)
-        torch.baddbmm(grad_v, keys.to(v.dtype).squeeze(1), grad_summary.squeeze(1), out=grad_v)
+        if v.dtype == torch.float32:
+            torch.baddbmm(grad_v, keys.squeeze(1), grad_summary.squeeze(1), out=grad_v)
+        else:
+            grad_v += product(keys.to(v.dtype), grad_summary).view_as(grad_v)
     assert grad_v is not None
     return grad_v, grad_factors

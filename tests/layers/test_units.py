@@ -268,3 +268,73 @@ def test_bad_arguments_are_named_with_constraint_and_value(arguments, words):
 def test_unknown_keywords_are_an_error():
     with pytest.raises(TypeError):
         MixedChunkUnit(DIM, key_size=3)
+
+
+def scaled_linear(linear):
+    """What LoRA and its like do: another module in the projection's place, which has the old weight as `weight`."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = linear.weight
+
+        def forward(self, x):
+            return 2 * F.linear(x, self.weight)
+
+    return Scaled()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["gate", "value", "base", "proj"])
+def test_a_replaced_or_watched_projection_is_called_and_not_bypassed(name, training):
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))
+    with torch.set_grad_enabled(training):
+        before = unit(x, context)
+        seen = []
+        handle = getattr(unit, name).register_forward_hook(lambda module, args, out: seen.append(out))
+        torch.testing.assert_close(unit(x, context), before)
+        assert len(seen) == 1
+        handle.remove()
+        setattr(unit, name, scaled_linear(getattr(unit, name)))
+        assert (unit(x, context) - before).abs().max() > 1e-3
+
+
+def test_units_of_one_pass_share_their_buffers_and_keep_their_outputs():
+    x, context = tokens_of(6, 6)
+    units = [randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3))) for _ in range(2)]
+    with torch.no_grad():
+        first = units[0](x, context)
+        kept = first.clone()
+        buffers = {name: buffer.data_ptr() for name, buffer in context.buffers.items()}
+        assert set(buffers) == {"inner", "mixed"}
+        units[1](first, context)
+    assert {name: buffer.data_ptr() for name, buffer in context.buffers.items()} == buffers
+    assert torch.equal(first, kept)
+
+
+def test_inference_works_under_vmap_as_in_ensembles():
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))
+    with torch.no_grad():
+        expected = unit(x, context)
+        stacked = {name: torch.stack([p, 2 * p]) for name, p in unit.named_parameters()}
+        run = torch.vmap(lambda p: torch.func.functional_call(unit, p, (x, context)))
+        torch.testing.assert_close(run(stacked)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", UNITS)
+def test_inference_under_autocast_equals_the_modules_called_one_by_one(kind, dtype):
+    x, context = tokens_of(7, 5)
+    cls, how = UNITS[kind]
+    unit = randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how)).float()
+    with torch.no_grad():
+        exact = unit(x.float(), context)
+        with torch.autocast("cpu", dtype=dtype):
+            fast = unit(x.float(), context)
+            unit.shares_buffers = False
+            plain = unit(x.float(), context)
+    assert fast.dtype == plain.dtype == dtype
+    real = slice(None) if context.key_mask is None else (slice(None), context.key_mask)
+    assert (fast.float() - exact)[real].norm() <= 1.5 * (plain.float() - exact)[real].norm() + 1e-3 * exact[real].norm()
