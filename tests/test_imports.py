@@ -14,6 +14,7 @@ ALLOWED = {
     "profiling": {"ops", "profiling"},
     "train": {"train", "data"},
     "dense": {"dense", "train", "data"},
+    "lab": {"ops", "layers", "models", "data", "profiling", "train", "lab"},
 }
 
 
