@@ -6,6 +6,7 @@ import torch
 from timm.layers import DropPath, LayerNorm, LayerScale
 from torch import Tensor, nn
 
+from flash_vision.layers.gau import GatedAttentionUnit
 from flash_vision.layers.windows import TokenContext
 
 
@@ -35,15 +36,22 @@ class GatedBlock(nn.Module):
         self.unit = unit
         self.ls = LayerScale(dim, init_values=init_values, **dd) if init_values is not None else nn.Identity()
         self.drop_path = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
+        self.overwrites = False
 
     def reparameterize(self) -> None:
-        """For inference: LayerScale becomes part of the unit's output projection, stochastic depth goes."""
+        """For inference: LayerScale becomes part of the unit's output projection, stochastic depth goes.
+
+        From then on a forward pass without gradients may write its output over its input.
+        """
         if isinstance(self.ls, LayerScale):
             with torch.no_grad():
                 self.unit.get_submodule("proj").get_parameter("weight").mul_(self.ls.gamma[:, None])
             self.ls = nn.Identity()
         self.drop_path = nn.Identity()
+        self.overwrites = isinstance(self.unit, GatedAttentionUnit)
 
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C) to the same."""
+        if self.overwrites and not torch.jit.is_scripting():
+            return self.unit.add_onto(x, self.norm(x), context)
         return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 from torch._C._functorch import maybe_current_level as _maybe_current_level
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from flash_vision.layers.checks import check_choice, check_positive
 from flash_vision.layers.position import RelativePositionBias, position_bias
@@ -182,8 +183,12 @@ class GatedAttentionUnit(nn.Module):
         return gated_unit(x, *weights, factors, context.buffers, *self.factor_parameters())
 
     @torch.jit.unused
-    def _infer(self, x: Tensor, context: TokenContext) -> Tensor:
-        """forward without gradients, with two buffers of size E that all units of the forward pass share."""
+    def _infer(self, x: Tensor, context: TokenContext, onto: Optional[Tensor] = None) -> Tensor:
+        """forward without gradients, with two buffers of size E that all units of the forward pass share.
+
+        Args:
+            onto: (B, G, P, C) that the output is added to in place.
+        """
         batch, windows, tokens, dim = x.shape
         dtype, device = x.dtype, x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device):  # which does not know the meta device
@@ -203,12 +208,27 @@ class GatedAttentionUnit(nn.Module):
         if self.gate is not None:
             torch.mm(flat, self.gate.weight.to(dtype).t(), out=inner)  # the value is not needed any more
             out = F.silu(inner, inplace=True).mul_(out)
+        if onto is not None:
+            tokens_onto = onto.view(-1, dim)
+            torch.addmm(tokens_onto, out, self.proj.weight.t(), out=tokens_onto)
+            return onto
         return torch.mm(out, self.proj.weight.to(dtype).t()).view(batch, windows, tokens, dim)
+
+    @torch.jit.unused
+    def add_onto(self, x: Tensor, normed: Tensor, context: TokenContext) -> Tensor:
+        """x + unit(normed), written over x where gradients, dtypes, compilers and hooks allow it."""
+        dtypes = {x.dtype, normed.dtype, self.proj.weight.dtype}
+        in_place = self._fast_path() == "infer" and len(dtypes) == 1 and x.is_contiguous()
+        if in_place and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+            return self._infer(normed, context, onto=x)
+        return x + self(normed, context)
 
     @torch.jit.unused
     def _fast_path(self) -> str:
         """Which eager form fits: "train", "infer", or "" where modules, compilers or transforms see the products."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _maybe_current_level() is not None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
+            return ""
+        if _maybe_current_level() is not None:
             return ""
         if not is_plain(self.gate, self.value, self.base, self.proj):
             return ""

@@ -383,7 +383,7 @@ class FlashGAU(nn.Module):
             else:
                 x = block(x, context)
             if i in take_indices:
-                y = merge_windows(self.norm(x) if norm else x, context.layout)
+                y = merge_windows(self.norm(x) if norm else x.clone() if block.overwrites else x, context.layout)
                 intermediates.append(y.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else y.flatten(1, 2))
         features = x if intermediates_only else self._tokens(x, context.layout)
         if output_dict:

@@ -49,6 +49,32 @@ def test_deploy_form_gives_the_same_logits_at_any_size(variant, init_values):
         assert torch.equal(value, before[key])  # the original is untouched
 
 
+@pytest.mark.parametrize("name", ["flash_gau_small", "flash_quad_small"])
+@pytest.mark.parametrize("output_fmt", ["NCHW", "NLC"])
+def test_deploy_form_gives_the_same_intermediates(name, output_fmt):
+    model = perturbed(timm.create_model(name, **SMALL)).eval()
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        how = dict(output_fmt=output_fmt, intermediates_only=True)
+        expected = model.forward_intermediates(x, **how)
+        found = flash_vision.optimize_for_inference(model).forward_intermediates(x, **how)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_deployed_blocks_write_over_their_input_only_without_gradients():
+    model = perturbed(timm.create_model("flash_gau_small", **SMALL))
+    block = flash_vision.optimize_for_inference(model).blocks[0]
+    x, context = model.windows(torch.randn(1, 4, 4, 64))
+    kept = x.clone()
+    out = block(x, context)
+    assert torch.equal(x, kept)
+    with torch.no_grad():
+        assert block(x, context) is x
+        torch.testing.assert_close(x, out)
+        assert model.blocks[0].eval()(out, context) is not out
+
+
 def test_deploy_form_has_nothing_left_of_training():
     model = timm.create_model("flash_gau_small", **SMALL, init_values=0.3, drop_path_rate=0.2, pos_drop_rate=0.1)
     deployed = flash_vision.optimize_for_inference(model)
