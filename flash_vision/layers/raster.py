@@ -24,7 +24,7 @@ class ConvStem(nn.Module):
         dim: width C; the map between the convolutions has C // 2 channels.
 
     Cost:
-        27 in_chans (C // 2) MACs a pixel at stride 2 and 9 (C // 2) C at stride 4, with 9 in_chans for the former.
+        9 in_chans (C // 2) MACs a position of the first map and 9 (C // 2) C a position of the second.
     """
 
     def __init__(self, in_chans: int, dim: int, *, device=None, dtype=None) -> None:

@@ -24,10 +24,9 @@ from flash_vision.layers import (
     TokenWindows,
 )
 from flash_vision.layers.checks import check_choice, check_positive, positive_pair
+from flash_vision.models.isotropic import GLOBAL_POOLS
 from flash_vision.models.weights import INIT_SCHEMES
 from flash_vision.ops.windows import merge_windows
-
-GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 
 
 @torch.fx.wrap

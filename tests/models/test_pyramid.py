@@ -6,6 +6,7 @@ import torch
 from test_graphs import graphs_of
 from timm.models._manipulate import group_parameters
 
+from flash_vision import optimize_for_inference
 from flash_vision.layers import GatedBlock, TokenWindows
 from flash_vision.ops.windows import window_layout
 
@@ -295,6 +296,14 @@ def test_checkpoint_is_adapted_to_other_channels_and_classes(channels, tmp_path)
 
 
 @torch.no_grad()
+def test_deployed_pyramid_gives_the_same_taps():
+    model = small(init_values=0.5, drop_path_rate=0.1)
+    deployed = optimize_for_inference(model)
+    x = torch.randn(2, 3, 52, 44)
+    torch.testing.assert_close(deployed.forward_intermediates(x), model.forward_intermediates(x))
+
+
+@torch.no_grad()
 def test_batches_of_any_size_share_one_graph_after_the_first():
     assert graphs_of(small(depths=(1, 1, 1, 1)), [torch.randn(b, 3, 64, 64) for b in (2, 3, 5, 8)]) == 2
 
@@ -307,6 +316,10 @@ def test_fixed_size_is_enforced_when_asked_for(how):
     for run in (model, model.forward_intermediates):
         with pytest.raises(ValueError, match=r"img_size \(64, 64\) with strict_img_size, got 64 x 66"):
             run(torch.randn(1, 3, 64, 66))
+    scripted = torch.jit.script(model)
+    assert scripted(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+    with pytest.raises(torch.jit.Error, match="strict_img_size"):
+        scripted(torch.randn(1, 3, 64, 66))
 
 
 @pytest.mark.parametrize(
