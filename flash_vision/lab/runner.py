@@ -137,8 +137,7 @@ class GridRunner:
                 time.sleep(POLL_S)
                 for child in [child for child in self.active if child.process.poll() is not None]:
                     self.active.remove(child)
-                    self._finish(child)
-                    bar.update()
+                    bar.update(self._finish(child))
                 if time.monotonic() > shown + PROGRESS_S:
                     shown = time.monotonic()
                     bar.set_postfix_str(", ".join(f"{c.run.label} at {c.updates()}" for c in self.active))
@@ -196,10 +195,12 @@ class GridRunner:
         cores, each = sorted(os.sched_getaffinity(0)), self.options.threads
         return cores[slot * each : (slot + 1) * each] if self.options.jobs * each <= len(cores) else []
 
-    def _finish(self, child: _Child) -> None:
+    def _finish(self, child: _Child) -> bool:
+        """Whether a run that has ended is done, and its result written."""
         run, code = child.run, child.process.returncode
         os.close(child.lifeline)
-        if is_finished(child.folder, code):
+        done = is_finished(child.folder, code)
+        if done:
             result = make_result(self.grid.name, run, child.folder, self.sizes[run.key], code)
             add_result(self.folder / FILE, result)
             shutil.rmtree(child.folder / "checkpoints", ignore_errors=True)  # weights stay in model.safetensors
@@ -210,6 +211,7 @@ class GridRunner:
         elif not self.stop.signal:
             self.failures.append(f"{run.label}, seed {run.seed}: exit code {code}, {self.folder}/logs")
             tqdm.write(f"error: {self.failures[-1]}", file=sys.stderr)
+        return done
 
 
 def run_grid(options: RunOptions) -> None:

@@ -2,110 +2,133 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from tool_process import TOOLS, run_tool
 
-from flash_vision.lab.results import add_result, read_results
-from flash_vision.lab.runner import GridRunner, RunOptions
+from flash_vision.lab.resolution import SIZES_FILE
+from flash_vision.lab.results import FILE, add_result, read_results
+from flash_vision.lab.runner import GridRunner, RunOptions, run_grid
 from flash_vision.train.reporting import read_metrics
 from flash_vision.train.signals import StopRequest
 
 
-class Lab:
-    """tools/lab.py run on a grid, as a process."""
-
-    def __init__(self, grid: Path, data_root: Path, *options: str) -> None:
-        self.output = grid.parent / "out"
-        self.folder = self.output / grid.stem
-        words = ["run", "--grid", str(grid), "--data_root", str(data_root), "--output", str(self.output)]
-        self.log = grid.parent / f"log{len(list(grid.parent.glob('log*')))}"
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(TOOLS / "lab.py"), *words, *options], stdout=log, stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
-            )  # fmt: skip
-
-    def wait_for_update(self, number: int) -> Path:
-        """The folder of the first run that has got so far."""
-        deadline = time.monotonic() + 100
-        while True:
-            for metrics in self.folder.glob("*/metrics.jsonl"):
-                if any(record["step"] >= number for record in read_metrics(metrics)):
-                    return metrics.parent
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
-
-    def finish(self) -> tuple[int, str]:
-        return self.process.wait(timeout=200), self.log.read_text()
-
-    @property
-    def results(self) -> list[dict]:
-        return list(read_results(self.folder / "results.jsonl").values())
-
-
 @pytest.fixture
 def grid(write_grid):
+    long = {"epochs": 40, "val_interval": 40}
     groups = {
-        "long": {"question": "?", "variants": ["vit"], "overrides": {"epochs": 40, "val_interval": 40}},
-        "short": {"question": "?", "variants": ["vit"], "sweep": {"epochs": [2]}},
-        "again": {"question": "?", "variants": ["vit"]},
-        "broken": {"question": "?", "variants": ["vit"], "overrides": {"opt": "nonsense"}},
+        "long": {"question": "?", "variants": ["vit"], "overrides": long},
+        "again": {"question": "?", "variants": ["vit"], "sweep": {"epochs": [40], "val_interval": [40]}},
     }
     return write_grid(groups=groups)
 
 
-def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twice(grid, data_root):
-    lab = Lab(grid, data_root, "--jobs", "1")
-    run = lab.wait_for_update(12)
-    lab.process.kill()
-    assert lab.finish()[0] == -signal.SIGKILL
+@pytest.fixture
+def options(grid, data_root):
+    return RunOptions(grid=str(grid), data_root=str(data_root), output=str(grid.parent / "out"), jobs=1)
 
-    lab = Lab(grid, data_root, "--jobs", "1")  # the killed one's child saves, ends, and frees the lock
-    lab.wait_for_update(90)
-    lab.process.send_signal(signal.SIGINT)
-    code, log = lab.finish()
-    assert code == 0, log
-    assert "stopped, its state is saved" in log
+
+def wait_for_update(folder: Path, number: int) -> Path:
+    """The folder of the first run that has got so far."""
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline:
+        for metrics in folder.glob("*/metrics.jsonl"):
+            if any(record["step"] >= number for record in read_metrics(metrics)):
+                return metrics.parent
+        time.sleep(0.05)
+    raise AssertionError(f"no run in {folder} has got to update {number}")
+
+
+def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twice(grid, options):
+    folder = Path(options.output) / "tiny"
+    words = ["--grid", options.grid, "--data_root", options.data_root, "--output", options.output, "--jobs", "1"]
+    lab = subprocess.Popen([sys.executable, str(TOOLS / "lab.py"), "run", *words], stderr=subprocess.DEVNULL)
+    run = wait_for_update(folder, 12)
+    lab.kill()
+    lab.wait()
+    assert not read_results(folder / FILE)
+
+    def interrupt():
+        wait_for_update(folder, 90)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    thread = threading.Thread(target=interrupt)
+    try:
+        thread.start()
+        run_grid(options)  # the killed one's child saves, ends, and frees the lock
+    finally:
+        thread.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert (run / "checkpoints" / "last.pt").exists()
-    assert not lab.results
+    assert not read_results(folder / FILE)
 
-    lab = Lab(grid, data_root, "--jobs", "1")
-    code, log = lab.finish()
-    assert (code, "1 runs failed, the first: vit, seed 0: exit code 2" in log) == (2, True), log
-    assert "opt nonsense" in "".join(path.read_text() for path in lab.folder.glob("logs/*.log"))
-    assert (lab.folder / "logs" / f"{run.name}.log").read_text().count("continuing") == 2
-    assert [(r["variant"], r["seed"], r["updates"]) for r in lab.results] == [("vit", 0, 240), ("vit epochs=2", 0, 12)]
-
+    runner = GridRunner(options, StopRequest())
+    runner.run_all()
+    runner.close()
+    log = (folder / "logs" / f"{run.name}.log").read_text()
+    assert log.count("continuing") == 2, log
+    assert log.count("stopped by a signal") == 2, log
+    ((key, result),) = read_results(folder / FILE).items()
+    assert (result["variant"], result["seed"], result["updates"], result["images"]) == ("vit", 0, 240, 240 * 8)
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
     assert steps == list(range(1, 241)), "an update is missing or was done twice"
-    first = lab.results[0]
-    assert first["images"] == 240 * 8
-    assert first["train_seconds"] == pytest.approx(first["images"] / first["images_per_s"], abs=0.06)
-    assert 0 <= first["top1"] <= first["best_top1"] <= 100
-    assert (first["threads"], first["evaluated_on"]) == (1, "validation")
-    assert first["macs"] > first["parameters"] > 1000
-    assert first["commit"]
+    assert key in run.name
+    assert result["train_seconds"] == pytest.approx(result["images"] / result["images_per_s"], abs=0.06)
+    assert 0 <= result["top1"] <= result["best_top1"] <= 100
+    assert (result["threads"], result["evaluated_on"]) == (1, "validation")
+    assert result["macs"] > result["parameters"] > 1000
+    assert result["commit"]
     assert (run / "model.safetensors").exists()
     assert not (run / "checkpoints").exists()
 
-    # nothing is left but the run that cannot be run
-    options = RunOptions(grid=str(grid), data_root=str(data_root), output=str(lab.output))
     runner = GridRunner(options, StopRequest())
     runner.close()
-    assert [run.group for run in runner.todo] == ["broken"]
+    assert not runner.todo
+
+    sizes = run_tool("lab", "resolution", *words[:-2], "--img_sizes", "[16,24]")
+    assert "| variant | n | 16 px | 24 px |" in sizes.stdout, sizes
+    at_own_size = read_results(folder / SIZES_FILE)[f"{key}@16"]
+    assert at_own_size["top1"] == pytest.approx(result["top1"], abs=100 / 24 + 1e-6)  # one image: other batches
 
 
-def test_a_budget_that_is_spent_starts_no_run(grid, data_root, tmp_path):
-    words = ("--grid", grid, "--data_root", data_root, "--output", tmp_path / "out", "--hours", 1e-9)
-    assert run_tool("lab", "run", *words).code == 0
-    assert not list((tmp_path / "out" / "tiny").glob("*/run.json"))
+def test_a_run_that_fails_is_named_and_does_not_keep_the_others_from_running(write_grid, options, monkeypatch):
+    options.grid = str(write_grid(seeds=[0, 1]))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    runner = GridRunner(options, StopRequest())
+    with pytest.raises(ValueError, match=r"4 runs failed, the first: vit, seed 0: exit code 1"):
+        runner.run_all()
+    runner.close()
+
+
+def test_a_budget_that_is_spent_starts_no_run(options):
+    options.hours = 1e-9
+    runner = GridRunner(options, StopRequest())
+    runner.run_all()
+    runner.close()
+    assert len(runner.todo) == 1
+    assert not list(runner.folder.glob("*/run.json"))
+
+
+def test_each_job_gets_cores_of_its_own_where_there_are_enough(options, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5, 7}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: None, raising=False)
+    runner = GridRunner(options, StopRequest())
+    runner.close()
+    options.jobs, options.threads = 2, 2
+    assert [runner._cores(slot) for slot in range(2)] == [[2, 3], [5, 7]]
+    options.jobs = 3
+    assert runner._cores(0) == []
+    options.jobs, options.pin = 1, False
+    assert runner._cores(0) == []
 
 
 @pytest.mark.parametrize(
