@@ -57,7 +57,7 @@ def _create(variant: str, pretrained: bool, model_args: Dict[str, Any], kwargs: 
 
 @register_model
 def flash_pyramid_nano(pretrained: bool = False, **kwargs) -> FlashPyramid:
-    """For tests and small data, at 32 pixels and more."""
+    """Small, for tests and small data."""
     args = dict(embed_dims=(32, 64, 128, 256), depths=(2, 4, 8, 4), qk_dims=(16, 16, 32, 32))
     return _create("flash_pyramid_nano", pretrained, args, kwargs)
 
