@@ -4,6 +4,7 @@ from typing import Any, Dict, Optional
 
 import torch
 from timm.layers import DropPath, LayerNorm, LayerScale
+from timm.models import checkpoint as timm_checkpoint
 from torch import Tensor, nn
 
 from flash_vision.layers.gau import GatedAttentionUnit
@@ -50,8 +51,21 @@ class GatedBlock(nn.Module):
         self.drop_path = nn.Identity()
         self.overwrites = isinstance(self.unit, GatedAttentionUnit)
 
-    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        """(B, G, P, C) to the same."""
-        if self.overwrites and not torch.jit.is_scripting():
-            return self.unit.add_onto(x, self.norm(x), context)
+    @torch.jit.unused
+    def _checkpointed(self, x: Tensor, context: TokenContext) -> Tensor:
+        """forward that keeps x, or x and norm(x), for the backward pass.
+
+        A unit that recomputes itself needs norm(x), and leaves out its last product, a quarter of the work.
+        """
+        if isinstance(self.unit, GatedAttentionUnit) and self.unit.recomputes_itself():
+            return x + self.drop_path(self.ls(self.unit(self.norm(x), context, checkpoint=True)))
+        return timm_checkpoint(self, x, context)
+
+    def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
+        """(B, G, P, C) to the same; `checkpoint`: compute most of it again in the backward pass, to save memory."""
+        if not torch.jit.is_scripting():
+            if checkpoint and torch.is_grad_enabled():
+                return self._checkpointed(x, context)
+            if self.overwrites:
+                return self.unit.add_onto(x, self.norm(x), context)
         return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

@@ -172,15 +172,19 @@ class GatedAttentionUnit(nn.Module):
         return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
 
     @torch.jit.unused
-    def _train(self, x: Tensor, context: TokenContext) -> Tensor:
-        """forward with a small memory: `ops.gated` recomputes in the backward pass what is cheap to recompute."""
+    def _train(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
+        """forward with a small memory: `ops.gated` recomputes in the backward pass what is cheap to recompute.
+
+        Args:
+            checkpoint: keep x alone.
+        """
         assert self.gate is not None
 
         def factors(base: Tensor, *parameters: Tensor) -> Factors:
             return self.factors(base, list(parameters), context)
 
         weights = self.gate.weight, self.value.weight, self.base.weight, self.proj.weight
-        return gated_unit(x, *weights, factors, context.buffers, *self.factor_parameters())
+        return gated_unit(x, *weights, factors, context.buffers, checkpoint, *self.factor_parameters())
 
     @torch.jit.unused
     def _infer(self, x: Tensor, context: TokenContext, onto: Optional[Tensor] = None) -> Tensor:
@@ -215,6 +219,11 @@ class GatedAttentionUnit(nn.Module):
         return torch.mm(out, self.proj.weight.to(dtype).t()).view(batch, windows, tokens, dim)
 
     @torch.jit.unused
+    def recomputes_itself(self) -> bool:
+        """Whether forward can be asked for a checkpoint now; else only `torch.utils.checkpoint` makes one."""
+        return self._fast_path() == "train"
+
+    @torch.jit.unused
     def add_onto(self, x: Tensor, normed: Tensor, context: TokenContext) -> Tensor:
         """x + unit(normed), written over x where gradients, dtypes, compilers and hooks allow it."""
         dtypes = {x.dtype, normed.dtype, self.proj.weight.dtype}
@@ -242,12 +251,16 @@ class GatedAttentionUnit(nn.Module):
         raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
         return partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
 
-    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
-        """(B, G, P, C), normed, to the unit's output (B, G, P, C)."""
+    def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
+        """(B, G, P, C), normed, to the unit's output (B, G, P, C).
+
+        Args:
+            checkpoint: keep x alone for the backward pass, where `recomputes_itself()`.
+        """
         if not torch.jit.is_scripting():
             path = self._fast_path()
             if path:
-                return self._infer(x, context) if path == "infer" else self._train(x, context)
+                return self._infer(x, context) if path == "infer" else self._train(x, context, checkpoint)
         train = torch.is_grad_enabled()
         value = F.silu(self.value(x), inplace=not train)
         mixed = self.mix(self.base(x), value, context)

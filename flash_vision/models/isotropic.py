@@ -16,7 +16,6 @@ from timm.layers import (
     resample_abs_pos_embed,
 )
 from timm.models import (
-    checkpoint,
     named_apply,
     register_notrace_function,
 )
@@ -378,10 +377,7 @@ class FlashGAU(nn.Module):
         else:
             blocks = self.blocks[: max_index + 1]
         for i, block in enumerate(blocks):
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, context)
-            else:
-                x = block(x, context)
+            x = block(x, context, self.grad_checkpointing)
             if i in take_indices:
                 y = merge_windows(self.norm(x) if norm else x.clone() if block.overwrites else x, context.layout)
                 intermediates.append(y.permute(0, 3, 1, 2).contiguous() if output_fmt == "NCHW" else y.flatten(1, 2))
@@ -415,10 +411,7 @@ class FlashGAU(nn.Module):
         """(B, in_chans, height, width) to normed tokens (B, N, C) in raster order."""
         x, context = self.windows(self._embed(x))
         for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, context)
-            else:
-                x = block(x, context)
+            x = block(x, context, self.grad_checkpointing)
         return self._tokens(x, context.layout)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

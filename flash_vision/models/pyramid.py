@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Final, List, Optional, Sequence, Set, Tu
 
 import torch
 from timm.layers import ClassifierHead, LayerNorm2d, get_device_dtype
-from timm.models import checkpoint, named_apply, register_notrace_function
+from timm.models import named_apply, register_notrace_function
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import Tensor, nn
@@ -99,10 +99,7 @@ class PyramidStage(nn.Module):
         x = self.position(self.downsample(x))
         tokens, context = self.windows(x.permute(0, 2, 3, 1))
         for block in self.blocks:
-            if self.grad_checkpointing and not torch.jit.is_scripting():
-                tokens = checkpoint(block, tokens, context)
-            else:
-                tokens = block(tokens, context)
+            tokens = block(tokens, context, self.grad_checkpointing)
         return merge_windows(tokens, context.layout).permute(0, 3, 1, 2)
 
 

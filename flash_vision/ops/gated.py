@@ -1,13 +1,13 @@
 """A whole gated unit in one step, from its normed input to its output, for training.
 
-It keeps the three pre-activations and the mixed values and recomputes the activations, the gated product and everything
-about the factors: with the input 7 C + S numbers a token (E = 2 C) where autograd would keep about 18 C. What it needs
-for a moment lies in buffers that all units of a forward pass share: fresh memory costs a CPU page faults and cold
-caches.
+It keeps the three pre-activations and the mixed values and recomputes the activations, the gated product and all of the
+factors: with the input 7 C + S numbers a token (E = 2 C) where autograd would keep about 18 C. As a checkpoint it keeps
+the input alone and recomputes all but the last product. What it needs for a moment lies in buffers that all units of a
+forward pass share: fresh memory costs a CPU page faults and cold caches.
 """
 
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ def gated_unit(
     proj: Tensor,
     factors: Callable[..., Factors],
     buffers: Dict[str, Tensor],
+    checkpoint: bool,
     *parameters: Tensor,
 ) -> Tensor:
     """(SiLU(X Wu) * (A V + q~ (k~^T V))) Wo with V = SiLU(X Wv) for one head, with a small memory in training.
@@ -78,15 +79,47 @@ def gated_unit(
         gate, value, base, proj: Wu, Wv (E, C), Wz (S, C) and Wo (C, E), as `nn.Linear` keeps them.
         factors: maps (X Wz as (B, G, P, S), *parameters) to weights, queries and keys, as `apply_factors` takes them.
         buffers: see `shared_buffer`.
+        checkpoint: keep x alone for the backward pass.
         parameters: what `factors` depends on and gradients flow to.
 
     Returns:
         (B, G, P, C), in the dtype of autocast where that is on.
 
     Cost:
-        3 C E + C S MACs a token and the products of `apply_factors`.
+        3 C E + C S MACs a token and the products of `apply_factors`; as a checkpoint all but C E of it once more.
     """
-    return _GatedUnit.apply(x, gate, value, base, proj, factors, buffers, *parameters)  # pyright: ignore[reportReturnType]
+    weights = gate, value, base, proj
+    return _GatedUnit.apply(x, *weights, factors, buffers, checkpoint, *parameters)  # pyright: ignore[reportReturnType]
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs of the forward pass beside x and the weights: (tokens, E) and base (B, G, P, S)."""
+
+    gate: Tensor
+    value: Tensor
+    base: Tensor
+    mixed: Tensor
+
+
+def _mix(
+    ctx: Any, shape: torch.Size, flat: Tensor, weights: Sequence[Tensor], parameters: Sequence[Tensor], checkpoint: bool
+) -> _Kept:
+    """From x to the mixed values; what is not kept for longer lies in shared buffers."""
+
+    def project(name: str, weight: Tensor) -> Tensor:
+        weight = weight.to(flat.dtype).t()
+        out = shared_buffer(ctx.buffers, name, flat.shape[0], weight.shape[1], flat) if checkpoint else None
+        return torch.mm(flat, weight, out=out)  # pyright: ignore[reportArgumentType] (None is what it means)
+
+    gate, value, base = (project(n, w) for n, w in zip(("gate", "value", "base"), weights, strict=True))
+    batch, windows, tokens = shape[:3]
+    base = base.view(batch, windows, tokens, -1)
+    v = _silu_out(value, out=shared_buffer(ctx.buffers, "first", *value.shape, value))
+    out = shared_buffer(ctx.buffers, "second", *value.shape, value) if checkpoint else None
+    # the factors are recomputed under autograd in the backward pass
+    with torch.no_grad():
+        mixed = apply_factors(*ctx.factors(base, *parameters), v.view(batch, 1, windows, tokens, -1), out)
+    return _Kept(gate, value, base, mixed.view_as(gate))
 
 
 class _GatedUnit(torch.autograd.Function):
@@ -100,6 +133,7 @@ class _GatedUnit(torch.autograd.Function):
         wo: Tensor,
         factors: Callable[..., Factors],
         buffers: Dict[str, Tensor],
+        checkpoint: bool,
         *parameters: Tensor,
     ) -> Tensor:
         dtype, ctx.autocast = x.dtype, nullcontext()
@@ -107,24 +141,27 @@ class _GatedUnit(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(x.device.type)
             ctx.autocast = torch.autocast(x.device.type, dtype)
         flat = x.to(dtype).flatten(0, 2)
-        batch, windows, tokens, dim = x.shape
-        gate, value, base = (torch.mm(flat, weight.to(dtype).t()) for weight in (wu, wv, wz))
-        base = base.view(batch, windows, tokens, -1)
-        inner = shared_buffer(buffers, "inner", *value.shape, value)
-        v = _silu_out(value, out=inner).view(batch, 1, windows, tokens, -1)
-        mixed = apply_factors(*factors(base, *parameters), v).view_as(gate)
-        ctx.factors, ctx.buffers = factors, buffers
-        ctx.save_for_backward(flat, wu, wv, wz, wo, gate, value, base, mixed, *parameters)
-        out = torch.mm(_silu_out(gate, out=inner).mul_(mixed), wo.to(dtype).t())
-        return out.view(batch, windows, tokens, dim)
+        ctx.factors, ctx.buffers, ctx.shape, ctx.checkpoint = factors, buffers, x.shape, checkpoint
+        kept = _mix(ctx, x.shape, flat, (wu, wv, wz), parameters, checkpoint)
+        ctx.save_for_backward(flat, wu, wv, wz, wo, *parameters, *(() if checkpoint else kept))
+        gated = _silu_out(kept.gate, out=shared_buffer(buffers, "first", *kept.gate.shape, kept.gate)).mul_(kept.mixed)
+        return torch.mm(gated, wo.to(dtype).t()).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        flat, wu, wv, wz, wo, gate, value, base, mixed, *parameters = ctx.saved_tensors
-        dtype, shape = flat.dtype, base.shape[:3]
+        flat, wu, wv, wz, wo, *rest = ctx.saved_tensors
+        dtype, shape = flat.dtype, ctx.shape
+        if ctx.checkpoint:
+            parameters = rest
+            with ctx.autocast:
+                kept = _mix(ctx, shape, flat, (wu, wv, wz), parameters, True)
+        else:
+            parameters, kept = rest[:-4], _Kept(*rest[-4:])
+        gate, value, base, mixed = kept
         needs_x, needs_u, needs_v, needs_z, needs_o = ctx.needs_input_grad[:5]
-        first, second, third = (shared_buffer(ctx.buffers, n, *gate.shape, gate) for n in ("inner", "mixed", "grad"))
+        # "second" may hold the mixed values
+        first, second, third = (shared_buffer(ctx.buffers, n, *gate.shape, gate) for n in ("first", "third", "fourth"))
         grad_out = grad_outputs[0].to(dtype).flatten(0, 2)
 
         def of_weight(needed: bool, grad: Tensor, inputs: Tensor, weight: Tensor) -> Optional[Tensor]:
@@ -133,7 +170,7 @@ class _GatedUnit(torch.autograd.Function):
         grad_gated = torch.mm(grad_out, wo.to(dtype), out=first)
         activated = _silu_out(gate, out=second)
         grad_o = of_weight(needs_o, grad_out, torch.mul(activated, mixed, out=third), wo) if needs_o else None
-        grad_mixed = activated.mul_(grad_gated).view(shape[0], 1, *shape[1:], -1)
+        grad_mixed = activated.mul_(grad_gated).view(shape[0], 1, *shape[1:3], -1)
         grad_gate = _silu_backward_out(grad_gated.mul_(mixed), gate, grad_input=first)
         grad_u = of_weight(needs_u, grad_gate, flat, wu)
         grad_x = torch.mm(grad_gate, wu.to(dtype)) if needs_x else None
@@ -151,9 +188,9 @@ class _GatedUnit(torch.autograd.Function):
         if grad_x is not None:
             torch.addmm(grad_x, grad_value, wv.to(dtype), out=grad_x)
             torch.addmm(grad_x, grad_base, wz.to(dtype), out=grad_x)
-            grad_x = grad_x.view(*shape, -1)
+            grad_x = grad_x.view(shape)
         grad_v, grad_z = of_weight(needs_v, grad_value, flat, wv), of_weight(needs_z, grad_base, flat, wz)
-        return (grad_x, grad_u, grad_v, grad_z, grad_o, None, None, *grad_parameters)
+        return (grad_x, grad_u, grad_v, grad_z, grad_o, None, None, None, *grad_parameters)
 
 
 def _unpack(made: List[Tensor]) -> Factors:

@@ -158,18 +158,19 @@ def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, heig
     cls, how = UNITS[kind]
     unit = randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how))
     results = []
-    for recomputes in (True, False):
-        assert unit.recomputes or not recomputes
-        unit.recomputes = recomputes
-        out = unit(x, context)
+    for form in ("recomputing", "checkpoint", "autograd"):
+        assert unit.recomputes
+        unit.recomputes = form != "autograd"
+        out = unit(x, context, form == "checkpoint")
         torch.manual_seed(3)
         real = out if context.key_mask is None else out[:, context.key_mask]
         results.append([out, *torch.autograd.grad(real, [x, *unit.parameters()], torch.randn_like(real))])
     with torch.no_grad():
         results.append([unit(x, context)])
-    for name, a, b in zip(["out", "x", *dict(unit.named_parameters())], *results[:2], strict=True):
-        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
-    torch.testing.assert_close(results[2][0], results[0][0])
+    for name, *found, expected in zip(["out", "x", *dict(unit.named_parameters())], *results[:3], strict=True):
+        for a in found:
+            torch.testing.assert_close(a, expected, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(results[3][0], results[0][0])
 
 
 def kept_for_backward(unit, *arguments):
@@ -197,6 +198,8 @@ def test_training_keeps_no_more_than_the_pre_activations_and_the_mixed_values(cl
     assert kept == tokens * (dim + 3 * 2 * dim + qk_dim)  # the input, gate, value, mixed values, base
     unit.recomputes = False
     assert kept_for_backward(unit, x, context) > 1.8 * kept
+    unit.recomputes = True
+    assert kept_for_backward(unit, x, context, True) == tokens * dim
 
 
 def test_recomputing_path_follows_autocast_in_its_backward_pass():

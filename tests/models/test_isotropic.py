@@ -46,10 +46,10 @@ def test_what_lies_in_the_padding_changes_no_output(name, overrides, monkeypatch
     expected = model(x)
 
     def spoil(module, arguments):
-        tokens, context = arguments
+        tokens, context, *rest = arguments
         spoilt = tokens.clone()
         spoilt[:, ~context.key_mask] = 50 * torch.randn_like(spoilt[:, ~context.key_mask])
-        return spoilt, context
+        return spoilt, context, *rest
 
     for block in model.blocks:
         block.register_forward_pre_hook(spoil)

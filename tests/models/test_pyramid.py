@@ -58,13 +58,13 @@ def test_what_lies_in_the_padding_changes_no_output(overrides):
     padded_grids = set()
 
     def spoil(module, arguments):
-        tokens, context = arguments
+        tokens, context, *rest = arguments
         if context.key_mask is None:
             return arguments
         padded_grids.add((context.layout.height, context.layout.width))
         spoilt = tokens.clone()
         spoilt[:, ~context.key_mask] = 50 * torch.randn_like(spoilt[:, ~context.key_mask])
-        return spoilt, context
+        return spoilt, context, *rest
 
     for module in model.modules():
         if isinstance(module, GatedBlock):
