@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import segmentation_models_pytorch as smp
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -186,9 +187,8 @@ class SegmentationLoss(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Logits (B, K, H, W) and classes (B, H, W), VOID where there is none, to a number."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         target = target.long()
-        total = F.cross_entropy(
-            logits.float(), target, ignore_index=VOID, reduction="sum", label_smoothing=self.smoothing
-        )
+        total = F.cross_entropy(logits, target, ignore_index=VOID, reduction="sum", label_smoothing=self.smoothing)
         loss = total / target.numel()
-        return loss if self.dice is None else loss + self.dice_weight * self.dice(logits.float(), target)
+        return loss if self.dice is None else loss + self.dice_weight * self.dice(logits, target)
