@@ -79,18 +79,20 @@ class Run:
         content = [fields, self.emulate, self.seed, dataclasses.asdict(self.images)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
-    @property
-    def experiment(self) -> str:
-        """Name of the run's folder."""
-        return f"{re.sub(r'[^0-9a-zA-Z_.+=-]+', '_', self.label)}-s{self.seed}-{self.key}"
+    def experiment(self, folder: Path) -> str:
+        """Name of the run's folder below the grid's: the one that is there under any label, or a new one."""
+        found = sorted(path.name for path in folder.glob(f"*-{self.key}"))
+        return found[0] if found else f"{re.sub(r'[^0-9a-zA-Z_.+=-]+', '_', self.label)}-s{self.seed}-{self.key}"
 
-    def train_config(self, *, data_dir: str = "-", output: str = "-", device: str = "cpu") -> TrainConfig:
+    def train_config(
+        self, *, data_dir: str = "-", output: str = "-", experiment: str = "-", device: str = "cpu"
+    ) -> TrainConfig:
         """The configuration of tools/train.py, with every type checked.
 
         Raises:
             ValueError: an unknown field, or a value that it does not take.
         """
-        where = {"data_dir": data_dir, "output": output, "device": device, "experiment": self.experiment}
+        where = {"data_dir": data_dir, "output": output, "device": device, "experiment": experiment}
         return parse_train_config(
             {**self.fields, **where, "seed": self.seed, "val_split": self.images.evaluated_on}, f"variant {self.label}"
         )

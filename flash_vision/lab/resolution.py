@@ -60,7 +60,7 @@ def evaluate_resolutions(options: ResolutionOptions) -> str:
 
 def _evaluate(run: Run, size: int, folder: Path, images: Path, batch_size: int) -> dict[str, Any]:
     config = ValidateConfig(
-        checkpoint=str(folder / run.experiment / "model.safetensors"),
+        checkpoint=str(folder / run.experiment(folder) / "model.safetensors"),
         data_dir=str(images / f"{run.images.evaluated_on}.tar"),
         img_size=size,
         crop_pct=1.0,

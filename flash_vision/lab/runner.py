@@ -159,9 +159,12 @@ class GridRunner:
 
     def _start(self, run: Run, images: Path) -> _Child:
         slot = min(set(range(self.options.jobs)) - {child.slot for child in self.active})
-        log = self.folder / "logs" / f"{run.experiment}.log"
+        name = run.experiment(self.folder)
+        log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
-        config = run.train_config(data_dir=str(images), output=str(self.folder), device=self.options.device)
+        config = run.train_config(
+            data_dir=str(images), output=str(self.folder), experiment=name, device=self.options.device
+        )
         lifeline, ours = os.pipe()
         order: dict[str, Any] = {
             "label": run.label,
@@ -209,7 +212,9 @@ class GridRunner:
         elif code == EXIT_INTERRUPTED:
             tqdm.write(f"{run.group}: {run.label}, seed {run.seed}: stopped, its state is saved", file=sys.stderr)
         elif not self.stop.signal:
-            self.failures.append(f"{run.label}, seed {run.seed}: exit code {code}, {self.folder}/logs")
+            self.failures.append(
+                f"{run.label}, seed {run.seed}: exit code {code}, {self.folder / 'logs' / child.folder.name}.log"
+            )
             tqdm.write(f"error: {self.failures[-1]}", file=sys.stderr)
         return done
 

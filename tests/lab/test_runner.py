@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,10 +95,29 @@ def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twic
     runner.close()
     assert not runner.todo
 
-    sizes = run_tool("lab", "resolution", *words[:-2], "--img_sizes", "[16,24]")
-    assert "| variant | n | 16 px | 24 px |" in sizes.stdout, sizes
+    sizes = run_tool("lab", "resolution", *words[:-2], "--groups", "[again]", "--img_sizes", "[16,24]")
+    assert "| n | 16 px | 24 px |" in sizes.stdout, sizes
     at_own_size = read_results(folder / SIZES_FILE)[f"{key}@16"]
     assert at_own_size["top1"] == pytest.approx(result["top1"], abs=100 / 24 + 1e-6)  # one image: other batches
+
+
+def test_a_plan_lists_every_run_and_measures_each_model_once(options):
+    words = ["--grid", options.grid, "--data_root", options.data_root, "--output", options.output]
+    plain = run_tool("lab", "plan", *words, "--measure", "false")
+    assert "48 training images; 1 runs are open, speeds not measured" in plain.stdout, plain
+    plan = run_tool("lab", "plan", *words, "--updates", 1)
+    assert plan.code == 0, plan
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in plain.stdout.splitlines() if "vit" in line
+    ]
+    assert [row[:5] for row in rows] == [
+        ["long", "vit", "0", "open", "40"],
+        ["again", "vit epochs=40 val_interval=40", "0", "see above", "40"],
+    ]
+    (speed,) = json.loads((Path(options.output) / "tiny" / "speeds.json").read_text()).values()
+    found = re.search(r"1 runs are open: (\S+) hours of training one at a time, (\S+) with 2", plan.stdout)
+    assert found, plan
+    assert float(found[1]) == pytest.approx(40 * 48 / speed / 3600, abs=0.06)
 
 
 def test_a_run_that_fails_is_named_and_does_not_keep_the_others_from_running(write_grid, options, monkeypatch):
