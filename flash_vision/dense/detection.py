@@ -56,7 +56,7 @@ class DetectionTask(TrainingTask):
         return self
 
     def compile(self, backend: str = "inductor", mode: str | None = None, **compile_kwargs: Any) -> None:
-        """Compiles backbone and pyramid in place; what comes after them makes its shapes from the data."""
+        """Compiles backbone and pyramid in place, with a graph for each size; shapes in the heads depend on data."""
         _compile(self.trainable_module, backend)
 
     def compile_ema(self, backend: str = "inductor", mode: str | None = None, **compile_kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class DetectionTask(TrainingTask):
 
 
 def _compile(detector: Any, backend: str) -> None:
-    detector.backbone.compile(backend=backend, dynamic=True)
+    detector.backbone.compile(backend=backend, dynamic=False)
 
 
 def train_detection(config: DetectionConfig) -> int:

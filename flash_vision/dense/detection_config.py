@@ -40,6 +40,9 @@ class DetectorConfig:
         for name in ("min_size", "neck_channels", "box_head_dim"):
             require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
         require("max_size", self.max_size >= self.min_size, f"at least min_size ({self.min_size})", self.max_size)
+        # 32 groups, and more than one channel in each for the levels that are one cell
+        fits = self.detector != "fcos" or (self.neck_channels % 32 == 0 and self.neck_channels >= 64)
+        require("neck_channels", fits, "a multiple of 32 from 64 on with fcos", self.neck_channels)
         scale = self.anchor_scale
         require("anchor_scale", scale is None or scale > 0, "above 0", scale)
         require("anchor_scale", scale is None or self.detector != "fcos", "left out with fcos, which has points", scale)

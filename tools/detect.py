@@ -1,0 +1,24 @@
+"""Finds objects: python tools/detect.py IMAGE_OR_FOLDER... --checkpoint FILE --picture_dir DIR.
+
+With --annotations FILE it searches the images of a COCO file and prints COCO's figures.
+"""
+
+import sys
+
+from flash_vision.dense.detection_predict import DetectConfig, detect
+from flash_vision.train.command_line import run_tool
+
+
+def main(config: DetectConfig) -> None:
+    detections, metrics = detect(config)
+    for found in detections:
+        counts: dict[str, int] = {}
+        for thing in found.objects:
+            counts[thing.label] = counts.get(thing.label, 0) + 1
+        print(found.file, found.error or ", ".join(f"{n} {name}" for name, n in counts.items()) or "nothing", sep="\t")
+    for name, value in metrics.items():
+        print(f"{name}\t{value:.4f}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main, DetectConfig, description=__doc__, positional="images"))
