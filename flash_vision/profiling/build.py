@@ -1,15 +1,24 @@
-"""A timm model for one image size, and clear errors where there is none."""
+"""A timm model for one image size, and clear errors where there is none.
+
+Wherever a tool takes a model's name it takes a description: the name, then "+form" or "+argument=value" as often as
+needed. "flash_gau_small+qk_dim=32+reparam" is that variant of the constructor, folded for inference.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 import timm
 import torch
+import yaml
+from timm.models import reparameterize_model
 from torch import nn
 
 Size = tuple[int, int]
+# what may follow a name: folded and frozen for inference; gradient checkpointing in training
+FORMS = ("reparam", "grad_checkpointing")
 
 
 def square(size: int | Sequence[int]) -> Size:
@@ -24,12 +33,30 @@ def square(size: int | Sequence[int]) -> Size:
     return height, width
 
 
-def check_model_name(name: str) -> None:
-    """Raises ValueError, with the nearest names, for a name that timm does not know."""
+def parse_description(description: str) -> tuple[str, dict[str, Any], list[str]]:
+    """A model's name, constructor arguments and forms, from "NAME+argument=value+form"; values are YAML.
+
+    Raises:
+        ValueError: a name that timm does not know, with the nearest ones, or a form that is none.
+    """
+    name, *parts = description.split("+")
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise ValueError(f"model must be a timm model name, got {name!r}{hint}")
+    forms = [part for part in parts if "=" not in part]
+    for form in forms:
+        if form not in FORMS:
+            raise ValueError(
+                f"{description}: what follows + must be argument=value, {' or '.join(FORMS)}, got {form!r}"
+            )
+    arguments = dict(part.split("=", 1) for part in parts if "=" in part)
+    return name, {key: yaml.safe_load(value) for key, value in arguments.items()}, forms
+
+
+def check_model_name(description: str) -> None:
+    """Raises ValueError as `parse_description`."""
+    parse_description(description)
 
 
 def check_device(device: str) -> torch.device:
@@ -59,7 +86,7 @@ def build_model(name: str, *, img_size: int | Sequence[int] | None = None, devic
     built as it is. On the meta device nothing is allocated or initialised.
 
     Args:
-        name: timm model name.
+        name: timm model name, or a description as `parse_description` reads it.
         img_size: height and width in pixels, or one side; None for the model's own.
         device: torch device name, "meta" included.
 
@@ -67,31 +94,34 @@ def build_model(name: str, *, img_size: int | Sequence[int] | None = None, devic
         The model, with 1000 classes or as many as its configuration names.
 
     Raises:
-        ValueError: unknown model, or one that cannot be built for the size.
+        ValueError: unknown model, or one that cannot be built for the size or with the arguments.
     """
-    check_model_name(name)
+    variant, arguments, forms = parse_description(name)
     size = None if img_size is None else square(img_size)
     try:
-        return _create(name, size, device).eval()
+        model = _create(variant, size, device, arguments).eval()
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except (ValueError, AssertionError, RuntimeError, ZeroDivisionError, IndexError) as error:
+    except (ValueError, AssertionError, RuntimeError, ZeroDivisionError, IndexError, TypeError) as error:
         if is_out_of_memory(error):
             raise
         at = "" if size is None else f" for {size[0]}x{size[1]} px"
         raise ValueError(f"{name} cannot be built{at}: {first_line(error)}") from error
+    if "grad_checkpointing" in forms:
+        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    return reparameterize_model(model, inplace=True).requires_grad_(False) if "reparam" in forms else model
 
 
-def _create(name: str, size: Size | None, device: str) -> nn.Module:
+def _create(name: str, size: Size | None, device: str, arguments: dict[str, Any]) -> nn.Module:
     with torch.device(device):
         if size is None:
-            return timm.create_model(name)
+            return timm.create_model(name, **arguments)
         try:
-            return timm.create_model(name, img_size=size)
+            return timm.create_model(name, img_size=size, **arguments)
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            return timm.create_model(name)
+            return timm.create_model(name, **arguments)
 
 
 def example_input(model: nn.Module, img_size: int | Sequence[int], *, batch_size: int = 1, device: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flash_vision.profiling.build import build_model, check_device, example_input, square
+from flash_vision.profiling.build import build_model, check_device, example_input, parse_description, square
 
 MODES = ("infer", "train")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,13 +59,15 @@ def autocast(case: Case) -> AbstractContextManager[object]:
 
 
 def build_step(name: str, case: Case) -> Callable[[], None]:
-    """Builds a timm model with random weights and a random batch, and returns a function that runs one step.
+    """A function that runs one step of a timm model, as `build_model` takes it, with random weights and a random batch.
 
     The model stays on the device as long as the function lives.
 
     Raises:
-        ValueError: unknown model, or one that cannot be built for the size.
+        ValueError: unknown model, one that cannot be built for the size, or a frozen one that is to be trained.
     """
+    if case.mode == "train" and "reparam" in parse_description(name)[2]:
+        raise ValueError(f"{name}: reparam is for inference")
     model = build_model(name, img_size=case.img_size, device=case.device)
     images = example_input(model, case.img_size, batch_size=case.batch_size, device=case.device)
     if case.channels_last:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash_vision.profiling.build import check_device, is_out_of_memory
+from flash_vision.profiling.build import build_model, check_device, is_out_of_memory
 from flash_vision.profiling.environment import environment
 from flash_vision.profiling.memory import child_peak, resident_peak
 from flash_vision.profiling.plots import plot_throughput
@@ -170,3 +170,34 @@ def test_the_environment_names_commit_versions_and_threads():
     assert env["threads"] == torch.get_num_threads()
     assert "/" not in env["command"].split()[0]
     assert not any(isinstance(v, float) and math.isnan(v) for v in env.values())
+
+
+def test_a_description_adds_constructor_arguments_and_forms_to_a_name():
+    rows = run_benchmark(_settings(("test_vit", "test_vit+depth=1+reparam", "flash_gau_pico+depth=2+qk_dim=8")))
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert rows[0]["latency_ms"] > rows[1]["latency_ms"]
+    model = build_model("flash_gau_pico+depth=2+qk_dim=8+grad_checkpointing")
+    assert len(model.blocks) == 2
+    assert model.blocks[0].unit.base.out_features == 8
+    assert model.grad_checkpointing
+    assert not any(p.requires_grad for p in build_model("test_vit+reparam").parameters())
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("test_vitt", "must be a timm model name, got 'test_vitt'; did you mean"),
+        ("test_vit+reparametrized", "argument=value, reparam or grad_checkpointing, got 'reparametrized'"),
+    ],
+)
+def test_a_bad_description_is_refused_before_anything_runs(description, message):
+    with pytest.raises(ValueError, match=message):
+        _settings((description,))
+
+
+def test_an_argument_that_a_model_does_not_take_and_a_frozen_model_in_training_are_rows():
+    names = ("test_vit", "test_vit+no_such=1", "test_vit+reparam")
+    rows = run_benchmark(_settings(names, modes=("train",)))
+    assert rows[0]["status"] == "ok"
+    assert "no_such" in rows[1]["status"]
+    assert rows[2]["status"] == "failed: test_vit+reparam: reparam is for inference"
