@@ -65,6 +65,8 @@ class Outputs:
         assert result.image is not None
         assert result.labels is not None
         name = Path(result.file).stem
+        if Path(result.file).resolve().parent == self.folder.resolve():
+            raise ValueError(f"output_dir must be another folder than that of an image, got {self.folder}")
         if name in self.names:
             raise ValueError(f"{result.file}: has the name of {self.names[name]}, output_dir can hold one of them")
         self.names[name] = result.file

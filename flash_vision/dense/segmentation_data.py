@@ -87,29 +87,27 @@ def pair_files(images: Path, labels: Path) -> list[Pair]:
 
 
 class Census(NamedTuple):
-    """What a check of all label maps found: pixels of each class, and how many pairs do not decode."""
+    """What a check of label maps found: pixels of each class, pairs that do not decode, and what is wrong with others.
+
+    Files that do not decode are only counted; the run leaves them out and names them when it comes to them.
+    """
 
     pixels: NDArray[np.int64]
     unreadable: int
+    wrong: list[str]
 
 
 def check_pairs(pairs: Sequence[Pair], classes: ClassSet, *, threads: int = 4) -> Census:
     """Decodes every label map and opens every image, before anything is trained.
 
-    Files that do not decode are counted; the run leaves them out and names them when it comes to them.
-
-    Raises:
-        ValueError: a label map of colours, with an unknown label or of another size than its image; the first is
-            named, and how many there are.
+    Wrong are label maps of colours, with an unknown label, or of another size than their image.
     """
     with ThreadPoolExecutor(max(1, threads)) as pool:
         results = list(pool.map(lambda pair: _check_pair(pair, classes), pairs))
-    faults = [result for result in results if isinstance(result, LabelError)]
-    if faults:
-        raise ValueError(f"{faults[0]} ({len(faults)} of {len(pairs)} label maps are wrong)")
     counts = [result for result in results if not isinstance(result, CorruptImageError)]
+    wrong = [str(result) for result in results if isinstance(result, LabelError)]
     pixels = sum(counts, start=np.zeros(classes.num_classes, dtype=np.int64))
-    return Census(pixels, len(results) - len(counts))
+    return Census(pixels, len(results) - len(counts) - len(wrong), wrong)
 
 
 def _check_pair(pair: Pair, classes: ClassSet) -> NDArray[np.int64] | CorruptImageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 
 from flash_vision.dense.segmentation import SegmentationLoss, SegmentationNetwork, create_segmenter
@@ -36,7 +37,7 @@ def build(config: SegmentationConfig, processes: Processes, stop: StopRequest) -
         raise ValueError(f"batch_size must be at least 2 with decoder upernet (BatchNorm on 1 x 1), got {batch_size}")
     classes = config.class_set
     pairs = {split: find_pairs(config.data_dir, split) for split in (config.train_split, config.val_split)}
-    notes = _check_labels(config, pairs) if config.check_labels else {}
+    notes = _check_labels(config, pairs, processes) if config.check_labels else {}
 
     set_seed("weights", config.seed)
     model = create_model(config)
@@ -153,15 +154,24 @@ def make_sidecar(config: SegmentationConfig, mean: list[float], std: list[float]
     )
 
 
-def _check_labels(config: SegmentationConfig, pairs: dict[str, list[Pair]]) -> dict[str, dict[str, int]]:
-    """Checks the label maps of each split; counts to report."""
+def _check_labels(
+    config: SegmentationConfig, pairs: dict[str, list[Pair]], processes: Processes
+) -> dict[str, dict[str, int]]:
+    """Checks the label maps of each split, every process a share of them; counts to report.
+
+    Raises:
+        ValueError: label maps are wrong; the first is named, and how many there are.
+    """
     notes: dict[str, dict[str, int]] = {}
     for split, found in pairs.items():
-        census = check_pairs(found, config.class_set, threads=max(1, config.workers))
+        share = found[processes.rank :: processes.world_size]
+        parts = processes.gather(check_pairs(share, config.class_set, threads=max(1, config.workers)))
+        if wrong := [line for part in parts for line in part.wrong]:
+            raise ValueError(f"{min(wrong)} ({len(wrong)} of {len(found)} label maps are wrong)")
         notes[f"{split} split"] = {"pairs": len(found)}
-        if census.unreadable:
-            notes[f"{split} split"]["pairs with a file that does not decode"] = census.unreadable
-        for name, pixels in zip(config.class_set.names, census.pixels, strict=True):
+        if unreadable := sum(part.unreadable for part in parts):
+            notes[f"{split} split"]["pairs with a file that does not decode"] = unreadable
+        for name, pixels in zip(config.class_set.names, np.sum([part.pixels for part in parts], axis=0), strict=True):
             if not pixels:
                 notes[f"{split} split"][f"pixels of class {name}"] = 0
     return notes

@@ -18,7 +18,7 @@ CLASSES = ClassSet(names=("red", "green", "blue"), palette=COLOURS)
 SETTINGS: dict[str, Any] = {
     "model": "test_convnext",
     "decoder": "fpn",
-    "decoder_kwargs": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 64},
+    "decoder_kwargs": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 64, "decoder_dropout": 0.0},
     "classes": {"names": ["red", "green", "blue"], "palette": [list(colour) for colour in COLOURS]},
     "val_split": "val",
     "scale": (0.8, 1.25),

@@ -1,7 +1,11 @@
 """Whole runs: tools/train_segmentation.py and tools/segment.py on a tiny set, continuation, mistakes, configs."""
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +160,10 @@ def test_segment_names_and_counts_what_it_cannot_read(trained, data, tmp_path):
     assert "1 of 2 files could not be read" in done.stderr
     records = json.loads((tmp_path / "results.json").read_text())["images"]
     assert [set(record) for record in records] == [{"file", "error"}, {"file", "shares"}]
+    assert (
+        "output_dir must be another folder"
+        in run_tool("segment", "--checkpoint", weights, "--output_dir", image.parent, image).refused()
+    )
     same_name = data / "train" / "images" / "00.jpg"
     assert "has the name of" in run_tool("segment", *to_folder, image, same_name).refused()
     (tmp_path / "empty").mkdir()
@@ -192,6 +200,29 @@ def test_accumulation_steps_change_neither_the_images_of_an_update_nor_its_loss(
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-9)
 
 
+def test_two_processes_give_the_losses_and_scores_of_one(tmp_path, data):
+    shared = {"epochs": 1, "model_dtype": "float64", "global_batch_size": 4}
+    alone = config(tmp_path / "one", data, **shared)
+    assert run(alone) == 0
+    command = [sys.executable, str(TOOLS / "train_segmentation.py"), "--config"]
+    command.append(str(write_config(tmp_path / "two", data, **shared)))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    started = [subprocess.Popen(command, env={**os.environ, **common, **rank}) for rank in ranks]
+    assert [process.wait(120) for process in started] == [0, 0]
+    one, two = (
+        [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] in ("train", "eval")]
+        for folder in (alone.folder, tmp_path / "two")
+    )
+    for name in ("loss", "miou", "pixel_accuracy", "iou/red"):
+        values = [[record[name] for record in records if name in record] for records in (one, two)]
+        assert values[1]
+        assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
 def test_a_file_that_does_not_decode_is_replaced_counted_and_named(tmp_path):
     data = write_pairs(tmp_path / "pairs")
     for file in ("train/images/03.jpg", "val/labels/02.png"):
@@ -219,7 +250,7 @@ def test_a_class_without_a_pixel_is_said(tmp_path, data):
     [
         ({"classes": "/none.yaml"}, "classes /none.yaml: no such file"),
         ({"classes": ""}, "classes must be a file or a mapping"),
-        ({"classes": {"names": ["red", "green"]}}, "unknown label 2 on"),
+        ({"classes": {"names": ["red", "green"]}}, " of 12 label maps are wrong)"),
         ({"data_dir": "/nowhere"}, "data_dir /nowhere: no such folder"),
         ({"val_split": "test"}, "holds no split 'test'"),
         (
