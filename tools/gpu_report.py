@@ -142,9 +142,11 @@ class Report:
         *,
         compiled: bool = False,
     ) -> None:
+        # the second model, ours by default, also in the form that is made for the mode
+        extra = [f"{name}+{'reparam' if mode == 'infer' else 'grad_checkpointing'}" for name in models[1:2]]
         for size, batch in sizes:
             settings = BenchmarkSettings(
-                models=models,
+                models=models if compiled else (*models, *extra),
                 modes=(mode,),
                 precisions=(precision,),
                 compiled=(compiled,),
