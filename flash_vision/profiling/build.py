@@ -1,7 +1,8 @@
 """A timm model for one image size, and clear errors where there is none.
 
 Wherever a tool takes a model's name it takes a description: the name, then "+form" or "+argument=value" as often as
-needed. "flash_gau_small+qk_dim=32+reparam" is that variant of the constructor, folded for inference.
+needed. "flash_gau_small+qk_dim=32+reparam" is that variant of the constructor, folded for inference;
+"flash_pyramid_tiny+features_only=true" the backbone alone.
 """
 
 from __future__ import annotations

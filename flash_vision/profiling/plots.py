@@ -46,24 +46,35 @@ def plot_throughput(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _side(row: dict[str, Any]) -> float:
+    """Side in pixels, of a square of the same area where the image is none."""
+    size = row["img_size"]
+    return size if isinstance(size, int) else math.sqrt(size[0] * size[1])
+
+
+def _label(row: dict[str, Any]) -> str:
+    size = row["img_size"]
+    return str(size) if isinstance(size, int) else f"{size[0]}x{size[1]}"
+
+
 def _draw(axes: Any, rows: Sequence[dict[str, Any]], models: Sequence[str]) -> None:
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for i, model in enumerate(models):
-        own = sorted((r for r in rows if r["model"] == model), key=lambda r: r["img_size"])
+        own = sorted((r for r in rows if r["model"] == model), key=_side)
         good = [r for r in own if r["status"] == "ok"]
         speeds = [r["images_per_s"] for r in good]
         slow = [speed - r["batch_size"] / r["latency_ms_q75"] * 1e3 for speed, r in zip(speeds, good, strict=True)]
         fast = [r["batch_size"] / r["latency_ms_q25"] * 1e3 - speed for speed, r in zip(speeds, good, strict=True)]
-        sizes = [r["img_size"] for r in good]
+        sizes = [_side(r) for r in good]
         axes.errorbar(sizes, speeds, (slow, fast), color=f"C{i}", marker="o", markersize=4, capsize=2, label=model)
-        missing = [r["img_size"] for r in own if r["status"] != "ok"]
+        missing = [_side(r) for r in own if r["status"] != "ok"]
         foot = [0.03 + 0.03 * i] * len(missing)
         axes.plot(missing, foot, "x", color=f"C{i}", transform=axes.get_xaxis_transform())
-    ticks = sorted({r["img_size"] for r in rows})
-    axes.set_xticks(ticks, [str(t) for t in ticks])
+    ticks = {_side(r): _label(r) for r in sorted(rows, key=_side)}
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.minorticks_off()
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

@@ -21,7 +21,7 @@ class Case:
     """What one step does.
 
     Args:
-        mode: "infer", a forward pass without gradients; "train", forward, cross-entropy, backward and an AdamW step.
+        mode: "infer", a forward pass without gradients; "train", forward, loss, backward and an AdamW step.
         precision: "fp32", or "bf16" and "fp16" by autocast; training in fp16 scales its loss.
         compiled: whether the model runs under `torch.compile`.
         img_size: side in pixels, or (height, width).
@@ -91,6 +91,13 @@ def _inference(model: nn.Module, run: Callable, images: torch.Tensor, case: Case
     return step
 
 
+def _loss(output: torch.Tensor | list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of logits; of a backbone's maps the mean square, which sends gradients into every one."""
+    if isinstance(output, torch.Tensor):
+        return F.cross_entropy(output, labels)
+    return torch.stack([features.float().square().mean() for features in output]).sum()
+
+
 def _training(model: nn.Module, run: Callable, images: torch.Tensor, case: Case) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     # a small scale: a step that overflows is skipped, and its time would not be that of a step
@@ -100,7 +107,7 @@ def _training(model: nn.Module, run: Callable, images: torch.Tensor, case: Case)
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with autocast(case):
-            loss = F.cross_entropy(run(images), labels)
+            loss = _loss(run(images), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

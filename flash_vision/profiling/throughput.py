@@ -51,7 +51,7 @@ class BenchmarkSettings:
     modes: Sequence[str] = ("infer",)
     precisions: Sequence[str] = ("fp32",)
     compiled: Sequence[bool] = (False,)
-    img_sizes: Sequence[int] = (224,)
+    img_sizes: Sequence[int | tuple[int, int]] = (224,)
     batch_sizes: Sequence[int] = (8,)
     device: str = "cpu"
     channels_last: bool = False

@@ -201,3 +201,12 @@ def test_an_argument_that_a_model_does_not_take_and_a_frozen_model_in_training_a
     assert rows[0]["status"] == "ok"
     assert "no_such" in rows[1]["status"]
     assert rows[2]["status"] == "failed: test_vit+reparam: reparam is for inference"
+
+
+def test_a_backbone_is_measured_on_images_that_are_not_square(tmp_path):
+    names = ("test_resnet+features_only=true", "flash_gau_pico+depth=2+features_only=true+out_indices=[0,1]")
+    rows = run_benchmark(_settings(names, modes=("infer", "train"), img_sizes=(32, (32, 64))))
+    assert [row["status"] for row in rows] == ["ok"] * 8
+    assert [row["img_size"] for row in rows[:4]] == [32, 32, (32, 64), (32, 64)]
+    plot_throughput(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
