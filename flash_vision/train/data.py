@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.data.mixup import Mixup
@@ -308,6 +310,30 @@ def evaluation_transform(data_config: dict[str, Any]) -> Any:
     return create_transform(data_config["input_size"], is_training=False, use_prefetcher=True, **chosen)
 
 
+class _Loader(DataLoader[Batch]):
+    """A DataLoader whose workers, which ignore SIGTERM, end with the process even if an error nobody caught ends it.
+
+    The exit of multiprocessing sends them that signal and then waits for them for ever.
+    """
+
+    _iterators: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        self._iterators.add(iterator)
+        return iterator
+
+    @classmethod
+    def end_workers(cls) -> None:
+        """Ends those of all loaders, as dropping their iterators would."""
+        for iterator in list(cls._iterators):
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+
+
+atexit.register(_Loader.end_workers)  # runs before the hook that torch's import of multiprocessing registered
+
+
 def _loader(
     samples: Any,
     config: LoaderConfig,
@@ -317,7 +343,7 @@ def _loader(
     persistent: bool = False,
     **kwargs: Any,
 ) -> DataLoader[Batch]:
-    return DataLoader(
+    return _Loader(
         samples,
         num_workers=config.workers,
         collate_fn=collate,

@@ -1,5 +1,6 @@
 """Images: the same pixels however they are loaded, and any source timm reads."""
 
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -171,3 +172,23 @@ def test_each_image_of_a_validation_shard_counts_once_over_processes(shards, tmp
 )
 def test_what_a_stream_cannot_keep_is_refused(shards, tmp_path, settings, line):
     assert line in start(tmp_path / "run", shards, **wds_settings(**settings)).refusal
+
+
+AN_ERROR_NOBODY_CATCHES = """
+import sys
+from types import SimpleNamespace
+import torch
+from flash_vision.train.data import _loader
+
+settings, processes = SimpleNamespace(workers=1), SimpleNamespace(device=torch.device("cpu"))
+for batch in _loader(torch.zeros(64, 1), settings, processes, torch.stack, persistent=sys.argv[1] == "True"):
+    raise RuntimeError("a bug")
+"""
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_error_nobody_catches_ends_the_process_and_its_workers(persistent):
+    command = [sys.executable, "-c", AN_ERROR_NOBODY_CATCHES, str(persistent)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert run.stderr.strip().endswith("RuntimeError: a bug")
