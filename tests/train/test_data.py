@@ -1,6 +1,7 @@
 """Images: the same pixels however they are loaded, and any source timm reads."""
 
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
