@@ -159,6 +159,7 @@ def create_detector(config: DetectionConfig, split: CocoSplit) -> tuple[Detector
         std=channels("std", config.std, features.std),
         neck_channels=config.neck_channels,
         box_head_dim=config.box_head_dim,
+        mask_head_dim=config.mask_head_dim,
         anchor_scale=config.anchor_scale,
         detector_kwargs=config.detector_kwargs,
     )

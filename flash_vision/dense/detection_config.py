@@ -22,6 +22,7 @@ class DetectorConfig:
         max_size: most that the long side may become, pixels.
         neck_channels: channels of the feature pyramid.
         box_head_dim: width of the box head of faster_rcnn and mask_rcnn.
+        mask_head_dim: channels of the mask head of mask_rcnn.
         anchor_scale: side of a level's smallest anchor in strides of the level; torchvision's 8 (faster_rcnn,
             mask_rcnn) or 4 (retinanet) when not given, half of it where min_size is below 400.
         detector_kwargs: further arguments of torchvision's class, for example '{"box_detections_per_img": 200}'.
@@ -32,12 +33,13 @@ class DetectorConfig:
     max_size: int = 1333
     neck_channels: int = 256
     box_head_dim: int = 1024
+    mask_head_dim: int = 256
     anchor_scale: float | None = None
     detector_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises ValueError for values that no detector accepts."""
-        for name in ("min_size", "neck_channels", "box_head_dim"):
+        for name in ("min_size", "neck_channels", "box_head_dim", "mask_head_dim"):
             require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
         require("max_size", self.max_size >= self.min_size, f"at least min_size ({self.min_size})", self.max_size)
         # 32 groups, and more than one channel in each for the levels that are one cell

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchvision.models.detection import FCOS, FasterRCNN, MaskRCNN, RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
-from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform, resize_boxes
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool, LastLevelP6P7
 
@@ -25,6 +25,7 @@ CLASSES: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 SMALL_IMAGES = 400  # pixels: below this min_size the default anchors are half as large
 ROI_SIDE = 7  # cells of a box's pooled features
+MASK_LAYERS = 4  # convolutions of the mask head
 # arguments of torchvision's classes that fields of the configuration decide, or that are modules
 DECIDED = {
     "self", "backbone", "num_classes", "min_size", "max_size", "image_mean", "image_std", "rpn_anchor_generator",
@@ -49,6 +50,7 @@ class DetectorSpec:
         std: per channel standard deviation.
         neck_channels: channels of the feature pyramid.
         box_head_dim: width of the box head.
+        mask_head_dim: channels of the mask head.
         anchor_scale: side of a level's smallest anchor, in strides.
         detector_kwargs: further arguments of torchvision's class.
     Raises:
@@ -66,6 +68,7 @@ class DetectorSpec:
     std: tuple[float, ...]
     neck_channels: int
     box_head_dim: int
+    mask_head_dim: int
     anchor_scale: float | None
     detector_kwargs: dict[str, Any]
 
@@ -176,7 +179,9 @@ def build_detector(spec: DetectorSpec, features: TimmFeatures | None = None) -> 
             "box_predictor": FastRCNNPredictor(spec.box_head_dim, len(spec.class_names) + 1),
         }
         if spec.detector == "mask_rcnn":
-            arguments["mask_predictor"] = MaskRCNNPredictor(256, 256, len(spec.class_names) + 1)
+            width = spec.mask_head_dim
+            arguments["mask_head"] = MaskRCNNHeads(neck, (width,) * MASK_LAYERS, 1)
+            arguments["mask_predictor"] = MaskRCNNPredictor(width, width, len(spec.class_names) + 1)
     if spec.detector != "fcos":
         arguments["rpn_anchor_generator" if two_stage else "anchor_generator"] = anchors(spec, two_stage=two_stage)
     network: Any = kind(backbone, **arguments)

@@ -336,3 +336,11 @@ def test_the_tools_document_every_option_and_refuse_others_in_one_line(data):
     assert "unrecognized arguments: --anchor_sizes" in run_tool("train_detection", "--anchor_sizes", 32).refused()
     refusal = run_tool("detect", data / "images", "--checkpoint", data / "none.safetensors").refused()
     assert "none.safetensors: no such file" in refusal
+
+
+def test_a_detector_learns_to_find_what_it_is_shown(tmp_path):
+    data = write_set(tmp_path / "set", train=48, validation=16)
+    chosen = {"detector_kwargs": {**FEW, "box_batch_size_per_image": 32}, "min_size": 64, "train_min_sizes": []}
+    chosen |= {"neck_channels": 64, "box_head_dim": 64, "batch_size": 8, "epochs": 8, "val_interval": 8}
+    found = run(config(data, tmp_path / "run", **chosen, lr=2e-3, clip_grad=5.0, photometric=0.0, warmup_epochs=1))
+    assert found[-1]["box_map50"] > 0.5

@@ -22,7 +22,7 @@ def spec(**fields) -> DetectorSpec:
     chosen = {
         "detector": "faster_rcnn", "model": "test_resnet", "model_kwargs": {}, "class_names": ("a",),
         "category_ids": (1,), "min_size": 64, "max_size": 96, "mean": (0.5,) * 3, "std": (0.5,) * 3,
-        "neck_channels": 8, "box_head_dim": 16, "anchor_scale": None, "detector_kwargs": {},
+        "neck_channels": 8, "box_head_dim": 16, "mask_head_dim": 8, "anchor_scale": None, "detector_kwargs": {},
     }  # fmt: skip
     return DetectorSpec(**{**chosen, **fields})
 
