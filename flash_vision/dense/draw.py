@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
@@ -16,6 +17,8 @@ from flash_vision.data.files import written_whole
 COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 SHORT_SIDE = 480  # pixels: smaller images are enlarged until their labels can be read
 MASK_OPACITY = 0.5
+FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+FONT_SIZE = 13
 
 
 def draw_detections(
@@ -38,12 +41,12 @@ def draw_detections(
         return drawn
     if masks is not None:
         large = masks.repeat_interleave(factor, dim=1).repeat_interleave(factor, dim=2)
-        colours: list[str | tuple[int, int, int]] = [COLOURS[i % len(COLOURS)] for i in range(len(masks))]
-        drawn = draw_segmentation_masks(drawn, large, alpha=MASK_OPACITY, colors=colours)
-    colours = [COLOURS[label % len(COLOURS)] for label in labels]
+        for number, mask in enumerate(large):  # one by one, since torchvision blackens where masks overlap
+            drawn = draw_segmentation_masks(drawn, mask, alpha=MASK_OPACITY, colors=COLOURS[number % len(COLOURS)])
+    colours: list[str | tuple[int, int, int]] = [COLOURS[label % len(COLOURS)] for label in labels]
     return draw_bounding_boxes(
-        drawn, boxes.float() * factor, list(captions), colors=colours, width=2, label_colors="black",
-        label_background_colors=colours, fill_labels=True,
+        drawn, boxes.float() * factor, list(captions), colors=colours, width=2, font=str(FONT), font_size=FONT_SIZE,
+        label_colors="black", label_background_colors=colours, fill_labels=True,
     )  # fmt: skip
 
 
