@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from flash_vision.train.augment import ToDevice, evaluation_transform, training_transform
 from flash_vision.train.config import TrainConfig, resolve_batch_size
-from flash_vision.train.data import EvalLoader, ToDevice, TrainLoader, evaluation_transform, training_transform
+from flash_vision.train.data import EvalLoader, TrainLoader
 from flash_vision.train.launch import make_loop, open_folder, run_task
 from flash_vision.train.loop import Loop
 from flash_vision.train.parallel import Processes

@@ -11,8 +11,9 @@ from training import start, train, write_images
 
 from flash_vision.data.holdout import split_class_folder
 from flash_vision.data.shards import ShardConfig, make_shards
+from flash_vision.train.augment import ToDevice, training_transform
 from flash_vision.train.config import TrainConfig
-from flash_vision.train.data import Batch, ToDevice, TrainLoader, training_transform
+from flash_vision.train.data import Batch, TrainLoader
 from flash_vision.train.parallel import Processes
 from flash_vision.train.sources import ImageSamples, find_split, open_split
 

@@ -38,7 +38,9 @@ def test_corrupt_images_are_skipped_counted_and_named(tmp_path, workers):
     broken.write_bytes(broken.read_bytes()[:200])
     unreadable = data / "validation" / "class2" / "001.jpg"
     unreadable.write_bytes(b"no image")
-    run = train(tmp_path / "run", data, workers=workers, max_corrupt_fraction=0.05, epochs=2)
+    # in evaluation by one image, so that a batch without any is met
+    settings = {"max_corrupt_fraction": 0.05, "epochs": 2, "validation_batch_size": 1}
+    run = train(tmp_path / "run", data, workers=workers, **settings)
     records = read_metrics(run.folder / "metrics.jsonl")
     named = {r["file"] for r in records if r.get("event") == "corrupt"}
     assert named == {str(broken), str(unreadable)}
