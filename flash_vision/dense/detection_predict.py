@@ -130,7 +130,7 @@ def detect(config: DetectConfig) -> tuple[list[Detections], dict[str, float]]:
     ids = [image.id for image in split.images] if split else list(range(len(files)))
     evaluator = CocoEvaluator(split, masks=masks) if split else None
     names = picture_names(files)
-    detections: list[Detections] = []
+    detections: dict[int, Detections] = {}
     results: list[dict[str, Any]] = []
     for numbers, images, problems in tqdm(
         _batches(files, config), total=-(-len(files) // config.batch_size), unit="batch", disable=None, leave=False
@@ -141,16 +141,17 @@ def detect(config: DetectConfig) -> tuple[list[Detections], dict[str, float]]:
             evaluator.update(outputs, [{"image_id": ids[number]} for number in numbers])
         for number, image, output in zip(numbers, images, outputs, strict=True):
             results += coco_results(output, ids[number], spec.category_ids) if config.coco_file else []
-            detections.append(_listed(files[number], output, spec, config.score_threshold))
+            detections[number] = _listed(files[number], output, spec, config.score_threshold)
             if config.picture_dir:
                 picture = draw(image, output, spec, config.score_threshold)
                 save_picture(Path(config.picture_dir) / names[number], picture)
-        detections += problems
-    _write(config, detections, results)
+        detections |= problems
+    listed = [detections[number] for number in range(len(files))]
+    _write(config, listed, results)
     metrics = evaluator.compute() if evaluator else {}
     if config.metrics_file:
         write_text(config.metrics_file, json.dumps(metrics, indent=2) + "\n")
-    return detections, metrics
+    return listed, metrics
 
 
 def read_annotations(config: DetectConfig, spec: DetectorSpec, *, masks: bool) -> CocoSplit:
@@ -183,12 +184,12 @@ def picture_names(files: list[str]) -> list[str]:
     return [f"{stem}.{number}.png" if stem in shared else f"{stem}.png" for number, stem in enumerate(stems)]
 
 
-def _batches(files: list[str], config: DetectConfig) -> Iterator[tuple[list[int], list[Tensor], list[Detections]]]:
+def _batches(files: list[str], config: DetectConfig) -> Iterator[tuple[list[int], list[Tensor], dict[int, Detections]]]:
     """Places in the list and images (3, H, W), uint8, of what can be read, and entries for what cannot."""
     if config.picture_dir:
         Path(config.picture_dir).mkdir(parents=True, exist_ok=True)
     for start in range(0, len(files), config.batch_size):
-        numbers, images, problems = [], [], []
+        numbers, images, problems = [], [], {}
         for number in range(start, min(start + config.batch_size, len(files))):
             try:
                 images.append(pil_to_tensor(decode_file(files[number])))
@@ -196,7 +197,7 @@ def _batches(files: list[str], config: DetectConfig) -> Iterator[tuple[list[int]
             except CorruptImageError as error:
                 if not config.skip_corrupt:
                     raise ValueError(f"{files[number]}: {error}") from None
-                problems.append(Detections(file=files[number], objects=(), error=str(error)))
+                problems[number] = Detections(file=files[number], objects=(), error=str(error))
         yield numbers, images, problems
 
 

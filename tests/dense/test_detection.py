@@ -283,14 +283,14 @@ def test_what_is_found_is_listed_drawn_and_evaluated(data, tmp_path):
     run(settings)
     (tmp_path / "broken.png").write_bytes(b"no image")
     chosen = {"checkpoint": str(settings.folder / "model.safetensors"), "device": "cpu", "score_threshold": 0.0}
-    files = [str(data / "images" / "1.png"), str(tmp_path / "broken.png")]
+    files = [str(tmp_path / "broken.png"), str(data / "images" / "1.png")]
     outputs = {"picture_dir": str(tmp_path / "pictures"), "json_file": str(tmp_path / "found.json")}
     found, figures = detect(DetectConfig(images=files, **chosen, **outputs, skip_corrupt=True))
     assert figures == {}
-    assert found[0].objects
-    assert found[1].error == "not an image"
+    assert found[0].error == "not an image"
+    assert found[1].objects
     listed = json.loads((tmp_path / "found.json").read_text())
-    assert listed[0]["objects"][0].keys() == {"label", "category_id", "score", "box"}
+    assert listed[1]["objects"][0].keys() == {"label", "category_id", "score", "box"}
     with Image.open(tmp_path / "pictures" / "1.png") as picture:
         assert picture.size == (640, 480), "a small image is enlarged until its labels can be read"
     with pytest.raises(ValueError, match=r"broken.png: not an image"):
