@@ -69,31 +69,31 @@ def flash_gau_pico(pretrained: bool = False, **kwargs) -> FlashGAU:
 @register_model
 def flash_gau_tiny(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Mixed chunk at the width of vit_tiny_patch16_224 and twice its depth."""
-    return _create("flash_gau_tiny", pretrained, dict(embed_dim=192, qk_dim=32), kwargs)
+    return _create("flash_gau_tiny", pretrained, dict(embed_dim=192, qk_dim=16), kwargs)
 
 
 @register_model
 def flash_gau_small(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Mixed chunk at the width of vit_small_patch16_224 and twice its depth."""
-    return _create("flash_gau_small", pretrained, dict(embed_dim=384, qk_dim=64), kwargs)
+    return _create("flash_gau_small", pretrained, dict(embed_dim=384, qk_dim=32), kwargs)
 
 
 @register_model
 def flash_gau_base(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Mixed chunk at the width of vit_base_patch16_224 and twice its depth."""
-    return _create("flash_gau_base", pretrained, dict(embed_dim=768, qk_dim=96), kwargs)
+    return _create("flash_gau_base", pretrained, dict(embed_dim=768, qk_dim=64), kwargs)
 
 
 @register_model
 def flash_gau_large(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Mixed chunk at the width of vit_large_patch16_224 and twice its depth."""
-    return _create("flash_gau_large", pretrained, dict(embed_dim=1024, depth=48, qk_dim=128), kwargs)
+    return _create("flash_gau_large", pretrained, dict(embed_dim=1024, depth=48, qk_dim=96), kwargs)
 
 
 @register_model
 def flash_gau_small_patch8_224(pretrained: bool = False, **kwargs) -> FlashGAU:
     """flash_gau_small on 784 tokens."""
-    return _create("flash_gau_small_patch8_224", pretrained, dict(patch_size=8, embed_dim=384, qk_dim=64), kwargs)
+    return _create("flash_gau_small_patch8_224", pretrained, dict(patch_size=8, embed_dim=384, qk_dim=32), kwargs)
 
 
 @register_model

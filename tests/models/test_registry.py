@@ -10,11 +10,11 @@ import flash_vision
 # parameters, MACs at the model's own input size (matrix products and convolutions, attention included)
 GOLDEN = {
     "flash_gau_pico": (1409984, 97448960),
-    "flash_gau_tiny": (5853976, 1313548800),
-    "flash_gau_small": (22614616, 4997010432),
-    "flash_gau_base": (88275160, 18888268800),
-    "flash_gau_large": (310452168, 66552463360),
-    "flash_gau_small_patch8_224": (22619224, 19813481472),
+    "flash_gau_tiny": (5777176, 1237607424),
+    "flash_gau_small": (22313560, 4700620800),
+    "flash_gau_base": (87679192, 18302865408),
+    "flash_gau_large": (308867016, 64996304896),
+    "flash_gau_small_patch8_224": (22318168, 18627922944),
     "flash_gau_small_paper": (23141441, 5582564352),
     "flash_quad_tiny": (5864320, 1481989632),
     "flash_quad_small": (22621888, 5102681088),
