@@ -52,20 +52,25 @@ class GatedBlock(nn.Module):
         self.overwrites = isinstance(self.unit, GatedAttentionUnit)
 
     @torch.jit.unused
-    def _checkpointed(self, x: Tensor, context: TokenContext) -> Tensor:
-        """forward that keeps x, or x and norm(x), for the backward pass.
-
-        A unit that recomputes itself needs norm(x), and leaves out its last product, a quarter of the work.
-        """
-        if isinstance(self.unit, GatedAttentionUnit) and self.unit.recomputes_itself():
-            return x + self.drop_path(self.ls(self.unit(self.norm(x), context, checkpoint=True)))
-        return timm_checkpoint(self, x, context)
+    def _unit_after_norm(self, x: Tensor, context: TokenContext, checkpoint: bool) -> Optional[Tensor]:
+        """unit(norm(x)) for training with a small memory; None where the modules must be called."""
+        if not torch.is_grad_enabled() or not isinstance(self.unit, GatedAttentionUnit):
+            return None
+        return self.unit.after(self.norm, x, context, checkpoint)
 
     def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
-        """(B, G, P, C) to the same; `checkpoint`: compute most of it again in the backward pass, to save memory."""
+        """(B, G, P, C) to the same.
+
+        Args:
+            checkpoint: keep x alone for the backward pass and compute the rest again there. A unit that can recompute
+                itself leaves out its last product, a quarter of the work; for others it is `torch.utils.checkpoint`.
+        """
         if not torch.jit.is_scripting():
+            out = self._unit_after_norm(x, context, checkpoint)
+            if out is not None:
+                return x + self.drop_path(self.ls(out))
             if checkpoint and torch.is_grad_enabled():
-                return self._checkpointed(x, context)
-            if self.overwrites:
+                return timm_checkpoint(self, x, context)
+            if self.overwrites and isinstance(self.unit, GatedAttentionUnit):
                 return self.unit.add_onto(x, self.norm(x), context)
         return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

@@ -16,7 +16,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from flash_vision.layers.checks import check_choice, check_positive
 from flash_vision.layers.position import RelativePositionBias, position_bias
-from flash_vision.layers.projections import is_plain
+from flash_vision.layers.projections import is_plain, is_plain_norm, is_watched
 from flash_vision.layers.scale_offset import ScaleOffset, scale_offset
 from flash_vision.layers.windows import TokenContext
 from flash_vision.ops.attention import (
@@ -172,11 +172,12 @@ class GatedAttentionUnit(nn.Module):
         return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
 
     @torch.jit.unused
-    def _train(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
+    def _train(self, x: Tensor, context: TokenContext, checkpoint: bool, norm: Optional[nn.LayerNorm] = None) -> Tensor:
         """forward with a small memory: `ops.gated` recomputes in the backward pass what is cheap to recompute.
 
         Args:
             checkpoint: keep x alone.
+            norm: of x, where that is not normed.
         """
         assert self.gate is not None
 
@@ -184,7 +185,7 @@ class GatedAttentionUnit(nn.Module):
             return self.factors(base, list(parameters), context)
 
         weights = self.gate.weight, self.value.weight, self.base.weight, self.proj.weight
-        return gated_unit(x, *weights, factors, context.buffers, checkpoint, *self.factor_parameters())
+        return gated_unit(x, *weights, norm, factors, context.buffers, checkpoint, *self.factor_parameters())
 
     @torch.jit.unused
     def _infer(self, x: Tensor, context: TokenContext, onto: Optional[Tensor] = None) -> Tensor:
@@ -199,8 +200,7 @@ class GatedAttentionUnit(nn.Module):
             dtype = torch.get_autocast_dtype(device)
         flat = x.to(dtype).flatten(0, 2)
         inner, mixed = (
-            shared_buffer(context.buffers, name, flat.shape[0], self.value.out_features, flat)
-            for name in ("inner", "mixed")
+            shared_buffer(context.buffers, name, flat, self.value.out_features) for name in ("inner", "mixed")
         )
         torch.mm(flat, self.value.weight.to(dtype).t(), out=inner)
         value = F.silu(inner, inplace=True).view(batch, windows, tokens, -1)
@@ -219,9 +219,15 @@ class GatedAttentionUnit(nn.Module):
         return torch.mm(out, self.proj.weight.to(dtype).t()).view(batch, windows, tokens, dim)
 
     @torch.jit.unused
-    def recomputes_itself(self) -> bool:
-        """Whether forward can be asked for a checkpoint now; else only `torch.utils.checkpoint` makes one."""
-        return self._fast_path() == "train"
+    def after(self, norm: nn.LayerNorm, x: Tensor, context: TokenContext, checkpoint: bool) -> Optional[Tensor]:
+        """unit(norm(x)) with gradients that keeps x instead of norm(x), or None where that takes calling the modules.
+
+        Args:
+            checkpoint: keep x alone for the backward pass.
+        """
+        if self._fast_path() != "train" or not is_plain_norm(norm) or is_watched(self):
+            return None
+        return self._train(x, context, checkpoint, norm)
 
     @torch.jit.unused
     def add_onto(self, x: Tensor, normed: Tensor, context: TokenContext) -> Tensor:
@@ -251,16 +257,12 @@ class GatedAttentionUnit(nn.Module):
         raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
         return partition_windows(self.value_conv(raster).permute(0, 2, 3, 1), context.layout)
 
-    def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
-        """(B, G, P, C), normed, to the unit's output (B, G, P, C).
-
-        Args:
-            checkpoint: keep x alone for the backward pass, where `recomputes_itself()`.
-        """
+    def forward(self, x: Tensor, context: TokenContext) -> Tensor:
+        """(B, G, P, C), normed, to the unit's output (B, G, P, C)."""
         if not torch.jit.is_scripting():
             path = self._fast_path()
             if path:
-                return self._infer(x, context) if path == "infer" else self._train(x, context, checkpoint)
+                return self._infer(x, context) if path == "infer" else self._train(x, context, False)
         train = torch.is_grad_enabled()
         value = F.silu(self.value(x), inplace=not train)
         mixed = self.mix(self.base(x), value, context)

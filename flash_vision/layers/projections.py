@@ -1,7 +1,13 @@
-"""When a unit may use the weights of its projections itself instead of calling them."""
+"""When a unit may use the weights of its norm and its projections itself instead of calling the modules."""
 
+from timm.layers import LayerNorm
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a forward hook waits for the module to be called."""
+    return bool(_has_any_global_hook() or module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_plain(*projections: nn.Module | None) -> bool:
@@ -10,14 +16,24 @@ def is_plain(*projections: nn.Module | None) -> bool:
     LoRA, quantisation and parametrisation replace the module or its weight, and hooks want to see its output; a unit
     must then call the module.
     """
-    return not _has_any_global_hook() and all(
+    return all(
         projection is None
         or (
             type(projection) is nn.Linear
             and type(projection.weight) is nn.Parameter
             and projection.bias is None
-            and not projection._forward_hooks
-            and not projection._forward_pre_hooks
+            and not is_watched(projection)
         )
         for projection in projections
+    )
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """The same of a layer norm with scale and shift."""
+    return (
+        type(norm) is LayerNorm
+        and not norm._fast_norm
+        and type(norm.weight) is nn.Parameter
+        and type(norm.bias) is nn.Parameter
+        and not is_watched(norm)
     )

@@ -1,16 +1,17 @@
-"""A whole gated unit in one step, from its normed input to its output, for training.
+"""A whole gated unit with its layer norm in one step, for training.
 
-It keeps the three pre-activations and the mixed values and recomputes the activations, the gated product and all of the
-factors: with the input 7 C + S numbers a token (E = 2 C) where autograd would keep about 18 C. As a checkpoint it keeps
-the input alone and recomputes all but the last product. What it needs for a moment lies in buffers that all units of a
-forward pass share: fresh memory costs a CPU page faults and cold caches.
+It keeps its input, the three pre-activations and the mixed values and recomputes the norm, the activations, the gated
+product and all of the factors: 7 C + S numbers a token (E = 2 C) where autograd would keep about 19 C. As a checkpoint
+it keeps the input alone and recomputes all but the last product. What it needs for a moment lies in buffers that all
+units of a forward pass share: fresh memory costs a CPU page faults and cold caches.
 """
 
 from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product, product
@@ -46,16 +47,16 @@ def apply_factors(
     return mixed_product(weights, queries, keys, v, out)
 
 
-def shared_buffer(buffers: Dict[str, Tensor], name: str, num_tokens: int, num_channels: int, like: Tensor) -> Tensor:
-    """Memory for (num_tokens, num_channels) with undefined contents: the same for all units of one forward pass.
+def shared_buffer(buffers: Dict[str, Tensor], name: str, like: Tensor, num_channels: Optional[int] = None) -> Tensor:
+    """Memory for (tokens, num_channels) with undefined contents: the same for all units of one forward pass.
 
     Args:
         buffers: of that forward pass; filled here.
         name: which buffer.
-        like: gives dtype and device.
+        like: (tokens, channels), gives tokens, dtype and device, and the channels too if num_channels is None.
     """
     buffer = buffers.get(name)
-    shape = (num_tokens, num_channels)
+    shape = (like.shape[0], like.shape[1] if num_channels is None else num_channels)
     if buffer is None or buffer.shape != shape or buffer.dtype != like.dtype or buffer.device != like.device:
         buffer = buffers[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
     return buffer
@@ -67,6 +68,7 @@ def gated_unit(
     value: Tensor,
     base: Tensor,
     proj: Tensor,
+    norm: Optional[nn.LayerNorm],
     factors: Callable[..., Factors],
     buffers: Dict[str, Tensor],
     checkpoint: bool,
@@ -75,8 +77,9 @@ def gated_unit(
     """(SiLU(X Wu) * (A V + q~ (k~^T V))) Wo with V = SiLU(X Wv) for one head, with a small memory in training.
 
     Args:
-        x: (B, G, P, C).
+        x: (B, G, P, C); X is norm(x).
         gate, value, base, proj: Wu, Wv (E, C), Wz (S, C) and Wo (C, E), as `nn.Linear` keeps them.
+        norm: None where x is normed already.
         factors: maps (X Wz as (B, G, P, S), *parameters) to weights, queries and keys, as `apply_factors` takes them.
         buffers: see `shared_buffer`.
         checkpoint: keep x alone for the backward pass.
@@ -88,8 +91,20 @@ def gated_unit(
     Cost:
         3 C E + C S MACs a token and the products of `apply_factors`; as a checkpoint all but C E of it once more.
     """
-    weights = gate, value, base, proj
-    return _GatedUnit.apply(x, *weights, factors, buffers, checkpoint, *parameters)  # pyright: ignore[reportReturnType]
+    scale, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+    how = _How(factors, buffers, checkpoint, eps)
+    out = _GatedUnit.apply(x, scale, shift, gate, value, base, proj, how, *parameters)
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _How(NamedTuple):
+    """What `gated_unit` is given beside tensors."""
+
+    factors: Callable[..., Factors]
+    buffers: Dict[str, Tensor]
+    checkpoint: bool
+    eps: float
 
 
 class _Kept(NamedTuple):
@@ -101,24 +116,21 @@ class _Kept(NamedTuple):
     mixed: Tensor
 
 
-def _mix(
-    ctx: Any, shape: torch.Size, flat: Tensor, weights: Sequence[Tensor], parameters: Sequence[Tensor], checkpoint: bool
-) -> _Kept:
-    """From x to the mixed values; what is not kept for longer lies in shared buffers."""
+def _mix(how: _How, shape: torch.Size, flat: Tensor, weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Kept:
+    """From X (tokens, C) to the mixed values; what is not kept for longer lies in shared buffers."""
 
     def project(name: str, weight: Tensor) -> Tensor:
         weight = weight.to(flat.dtype).t()
-        out = shared_buffer(ctx.buffers, name, flat.shape[0], weight.shape[1], flat) if checkpoint else None
+        out = shared_buffer(how.buffers, name, flat, weight.shape[1]) if how.checkpoint else None
         return torch.mm(flat, weight, out=out)  # pyright: ignore[reportArgumentType] (None is what it means)
 
     gate, value, base = (project(n, w) for n, w in zip(("gate", "value", "base"), weights, strict=True))
     batch, windows, tokens = shape[:3]
     base = base.view(batch, windows, tokens, -1)
-    v = _silu_out(value, out=shared_buffer(ctx.buffers, "first", *value.shape, value))
-    out = shared_buffer(ctx.buffers, "second", *value.shape, value) if checkpoint else None
-    # the factors are recomputed under autograd in the backward pass
-    with torch.no_grad():
-        mixed = apply_factors(*ctx.factors(base, *parameters), v.view(batch, 1, windows, tokens, -1), out)
+    v = _silu_out(value, out=shared_buffer(how.buffers, "first", value))
+    out = shared_buffer(how.buffers, "second", value) if how.checkpoint else None
+    with torch.no_grad():  # the factors are recomputed under autograd in the backward pass
+        mixed = apply_factors(*how.factors(base, *parameters), v.view(batch, 1, windows, tokens, -1), out)
     return _Kept(gate, value, base, mixed.view_as(gate))
 
 
@@ -127,41 +139,48 @@ class _GatedUnit(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        scale: Optional[Tensor],
+        shift: Optional[Tensor],
         wu: Tensor,
         wv: Tensor,
         wz: Tensor,
         wo: Tensor,
-        factors: Callable[..., Factors],
-        buffers: Dict[str, Tensor],
-        checkpoint: bool,
+        how: _How,
         *parameters: Tensor,
     ) -> Tensor:
-        dtype, ctx.autocast = x.dtype, nullcontext()
+        ctx.dtype, ctx.autocast = x.dtype, nullcontext()
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which does not know the meta device
-            dtype = torch.get_autocast_dtype(x.device.type)
-            ctx.autocast = torch.autocast(x.device.type, dtype)
-        flat = x.to(dtype).flatten(0, 2)
-        ctx.factors, ctx.buffers, ctx.shape, ctx.checkpoint = factors, buffers, x.shape, checkpoint
-        kept = _mix(ctx, x.shape, flat, (wu, wv, wz), parameters, checkpoint)
-        ctx.save_for_backward(flat, wu, wv, wz, wo, *parameters, *(() if checkpoint else kept))
-        gated = _silu_out(kept.gate, out=shared_buffer(buffers, "first", *kept.gate.shape, kept.gate)).mul_(kept.mixed)
-        return torch.mm(gated, wo.to(dtype).t()).view_as(x)
+            ctx.dtype = torch.get_autocast_dtype(x.device.type)
+            ctx.autocast = torch.autocast(x.device.type, ctx.dtype)
+        ctx.how = how
+        normed, mean, deviation = x, None, None
+        if scale is not None:
+            normed, mean, deviation = torch.native_layer_norm(x, x.shape[-1:], scale, shift, how.eps)
+        flat = normed.to(ctx.dtype).flatten(0, 2)
+        kept = _mix(how, x.shape, flat, (wu, wv, wz), parameters)
+        tensors = (x, mean, deviation, scale, shift, wu, wv, wz, wo, *parameters)
+        ctx.save_for_backward(*tensors, *(() if how.checkpoint else kept))
+        inner = shared_buffer(how.buffers, "first", kept.gate)
+        gated = _silu_out(kept.gate, out=inner).mul_(kept.mixed)
+        return torch.mm(gated, wo.to(ctx.dtype).t()).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        flat, wu, wv, wz, wo, *rest = ctx.saved_tensors
-        dtype, shape = flat.dtype, ctx.shape
-        if ctx.checkpoint:
+        x, mean, deviation, scale, shift, wu, wv, wz, wo, *rest = ctx.saved_tensors
+        how, dtype, shape = ctx.how, ctx.dtype, x.shape
+        normed = x if scale is None else F.layer_norm(x, shape[-1:], scale, shift, how.eps)
+        flat = normed.to(dtype).flatten(0, 2)
+        if how.checkpoint:
             parameters = rest
             with ctx.autocast:
-                kept = _mix(ctx, shape, flat, (wu, wv, wz), parameters, True)
+                kept = _mix(how, shape, flat, (wu, wv, wz), parameters)
         else:
             parameters, kept = rest[:-4], _Kept(*rest[-4:])
         gate, value, base, mixed = kept
-        needs_x, needs_u, needs_v, needs_z, needs_o = ctx.needs_input_grad[:5]
+        needs_x, needs_scale, needs_shift, needs_u, needs_v, needs_z, needs_o = ctx.needs_input_grad[:7]
         # "second" may hold the mixed values
-        first, second, third = (shared_buffer(ctx.buffers, n, *gate.shape, gate) for n in ("first", "third", "fourth"))
+        first, second, third = (shared_buffer(how.buffers, n, gate) for n in ("first", "third", "fourth"))
         grad_out = grad_outputs[0].to(dtype).flatten(0, 2)
 
         def of_weight(needed: bool, grad: Tensor, inputs: Tensor, weight: Tensor) -> Optional[Tensor]:
@@ -173,24 +192,31 @@ class _GatedUnit(torch.autograd.Function):
         grad_mixed = activated.mul_(grad_gated).view(shape[0], 1, *shape[1:3], -1)
         grad_gate = _silu_backward_out(grad_gated.mul_(mixed), gate, grad_input=first)
         grad_u = of_weight(needs_u, grad_gate, flat, wu)
-        grad_x = torch.mm(grad_gate, wu.to(dtype)) if needs_x else None
+        needs_normed = needs_x or needs_scale or needs_shift
+        grad_x = torch.mm(grad_gate, wu.to(dtype)) if needs_normed else None
 
         # the factors, small, once more and under autograd; everything of size E by hand
         with torch.enable_grad(), ctx.autocast:
             leaves = [t.detach().requires_grad_() for t in (base, *parameters)]
-            made = [t for t in ctx.factors(*leaves) if t is not None]
+            made = [t for t in how.factors(*leaves) if t is not None]
         v = _silu_out(value, out=third).view_as(grad_mixed)
         grad_v, grad_made = _product_gradients(*_unpack(made), v, grad_mixed, out=first)
         grad_value = _silu_backward_out(grad_v.view_as(value), value, grad_input=first)
         grad_made = [g.to(t.dtype) for g, t in zip(grad_made, made, strict=True)]
         grad_base, *grad_parameters = torch.autograd.grad(made, leaves, grad_made, allow_unused=True)
         grad_base = grad_base.to(dtype).flatten(0, 2)
+        grad_v, grad_z = of_weight(needs_v, grad_value, flat, wv), of_weight(needs_z, grad_base, flat, wz)
+        grad_scale, grad_shift = None, None
         if grad_x is not None:
             torch.addmm(grad_x, grad_value, wv.to(dtype), out=grad_x)
             torch.addmm(grad_x, grad_base, wz.to(dtype), out=grad_x)
             grad_x = grad_x.view(shape)
-        grad_v, grad_z = of_weight(needs_v, grad_value, flat, wv), of_weight(needs_z, grad_base, flat, wz)
-        return (grad_x, grad_u, grad_v, grad_z, grad_o, None, None, None, *grad_parameters)
+            if scale is not None:
+                needed = [needs_x, needs_scale, needs_shift]
+                grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
+                    grad_x.to(x.dtype), x, shape[-1:], mean, deviation, scale, shift, needed
+                )
+        return (grad_x, grad_scale, grad_shift, grad_u, grad_v, grad_z, grad_o, None, *grad_parameters)
 
 
 def _unpack(made: List[Tensor]) -> Factors:

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_vision.layers import GatedAttentionUnit, GatedLinearUnit, MixedChunkUnit, ScaleOffset, TokenWindows
+from flash_vision.layers import (
+    GatedAttentionUnit,
+    GatedBlock,
+    GatedLinearUnit,
+    MixedChunkUnit,
+    ScaleOffset,
+    TokenWindows,
+)
 from flash_vision.ops import reference
 from flash_vision.ops.windows import merge_windows, partition_windows
 
@@ -158,19 +165,53 @@ def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, heig
     cls, how = UNITS[kind]
     unit = randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how))
     results = []
-    for form in ("recomputing", "checkpoint", "autograd"):
-        assert unit.recomputes
-        unit.recomputes = form != "autograd"
-        out = unit(x, context, form == "checkpoint")
+    for recomputes in (True, False):
+        assert unit.recomputes or not recomputes
+        unit.recomputes = recomputes
+        out = unit(x, context)
         torch.manual_seed(3)
         real = out if context.key_mask is None else out[:, context.key_mask]
         results.append([out, *torch.autograd.grad(real, [x, *unit.parameters()], torch.randn_like(real))])
     with torch.no_grad():
         results.append([unit(x, context)])
-    for name, *found, expected in zip(["out", "x", *dict(unit.named_parameters())], *results[:3], strict=True):
+    for name, a, b in zip(["out", "x", *dict(unit.named_parameters())], *results[:2], strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(results[2][0], results[0][0])
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+@pytest.mark.parametrize("kind", UNITS)
+def test_block_with_its_norm_recomputed_equals_autograd_in_values_and_all_gradients(kind, height, width):
+    x, context = tokens_of(height, width)
+    x.requires_grad_()
+    cls, how = UNITS[kind]
+    block = GatedBlock(DIM, randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how)), init_values=0.5).double()
+    randomised(block.norm)
+    block.double()
+    results = []
+    for form in ("recomputed", "checkpoint", "autograd", "torch's checkpoint"):
+        block.unit.recomputes = form in ("recomputed", "checkpoint")
+        out = block(x, context, "checkpoint" in form)
+        torch.manual_seed(3)
+        real = out if context.key_mask is None else out[:, context.key_mask]
+        results.append([out, *torch.autograd.grad(real, [x, *block.parameters()], torch.randn_like(real))])
+    for name, *found, expected in zip(["out", "x", *dict(block.named_parameters())], *results, strict=True):
         for a in found:
             torch.testing.assert_close(a, expected, msg=lambda m, name=name: f"{name}: {m}")
-    torch.testing.assert_close(results[3][0], results[0][0])
+
+
+def test_block_trains_what_is_not_frozen_and_nothing_else():
+    x, context = tokens_of(6, 6)
+    block = GatedBlock(DIM, randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))).double()
+    whole = torch.autograd.grad(block(x, context).square().sum(), list(block.parameters()))
+    for chosen, (name, _) in zip(whole, block.named_parameters(), strict=True):
+        for other, parameter in block.named_parameters():
+            parameter.requires_grad_(other == name)
+            parameter.grad = None
+        block(x, context).square().sum().backward()
+        found = {other: p.grad for other, p in block.named_parameters() if p.grad is not None}
+        assert list(found) == [name]
+        torch.testing.assert_close(found[name], chosen)
 
 
 def kept_for_backward(unit, *arguments):
@@ -188,18 +229,18 @@ def kept_for_backward(unit, *arguments):
 
 
 @pytest.mark.parametrize("cls", [MixedChunkUnit, GatedAttentionUnit])
-def test_training_keeps_no_more_than_the_pre_activations_and_the_mixed_values(cls):
+def test_training_keeps_no_more_than_the_input_the_pre_activations_and_the_mixed_values(cls):
     dim, qk_dim, tokens = 96, 16, 2 * 49
     windows = TokenWindows((7, 7), (7, 7))
     x, context = windows(torch.randn(2, 7, 7, dim))
     x.requires_grad_()
-    unit = cls(dim, qk_dim=qk_dim, bias_window=(7, 7))
-    kept = kept_for_backward(unit, x, context)
-    assert kept == tokens * (dim + 3 * 2 * dim + qk_dim)  # the input, gate, value, mixed values, base
-    unit.recomputes = False
-    assert kept_for_backward(unit, x, context) > 1.8 * kept
-    unit.recomputes = True
-    assert kept_for_backward(unit, x, context, True) == tokens * dim
+    block = GatedBlock(dim, cls(dim, qk_dim=qk_dim, bias_window=(7, 7)))
+    statistics = 2 * tokens  # mean and deviation of the norm
+    kept = kept_for_backward(block, x, context)
+    assert kept == tokens * (dim + 3 * 2 * dim + qk_dim) + statistics  # input, gate, value, mixed values, base
+    assert kept_for_backward(block, x, context, True) == tokens * dim + statistics
+    block.unit.recomputes = False
+    assert kept_for_backward(block, x, context) > 1.9 * kept
 
 
 def test_recomputing_path_follows_autocast_in_its_backward_pass():

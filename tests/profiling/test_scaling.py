@@ -39,11 +39,11 @@ def test_the_table_has_a_blank_where_a_model_does_not_take_a_size():
 
 def test_linear_attention_costs_less_than_vit_at_high_resolution(tmp_path):
     sizes = [224, 1024]
-    rows = scaling_rows(["flash_gau_tiny", "vit_tiny_patch16_224"], sizes)
-    ours, vit = ([r["macs"] for r in rows if r["model"] == m] for m in ("flash_gau_tiny", "vit_tiny_patch16_224"))
+    rows = scaling_rows(["flash_gau_small", "vit_small_patch16_224"], sizes)
+    ours, vit = ([r["macs"] for r in rows if r["model"] == m] for m in ("flash_gau_small", "vit_small_patch16_224"))
     assert vit[-1] > 2 * ours[-1]
     assert ours[-1] / ours[0] == pytest.approx((1024 / 224) ** 2, rel=0.1)
-    crossings = plot_scaling(rows, "flash_gau_tiny", tmp_path / "new" / "scaling.png")
+    crossings = plot_scaling(rows, "flash_gau_small", tmp_path / "new" / "scaling.png")
     assert [c.below for c in crossings] == [False]
     assert 224 < crossings[0].img_size < 512
     assert (tmp_path / "new" / "scaling.png").read_bytes().startswith(PNG)
