@@ -68,7 +68,8 @@ class GatedBlock(nn.Module):
         if not torch.jit.is_scripting():
             out = self._unit_after_norm(x, context, checkpoint)
             if out is not None:
-                return x + self.drop_path(self.ls(out))
+                out = self.drop_path(self.ls(out))
+                return out.add_(x) if out.dtype == x.dtype else x + out
             if checkpoint and torch.is_grad_enabled():
                 return timm_checkpoint(self, x, context)
             if self.overwrites and isinstance(self.unit, GatedAttentionUnit):

@@ -162,7 +162,9 @@ class _GatedUnit(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *(() if how.checkpoint else kept))
         inner = shared_buffer(how.buffers, "first", kept.gate)
         gated = _silu_out(kept.gate, out=inner).mul_(kept.mixed)
-        return torch.mm(gated, wo.to(ctx.dtype).t()).view_as(x)
+        out = torch.empty(x.shape, dtype=ctx.dtype, device=x.device)  # not a view: whoever asked may add onto it
+        torch.mm(gated, wo.to(ctx.dtype).t(), out=out.view(-1, x.shape[-1]))
+        return out
 
     @staticmethod
     @once_differentiable
