@@ -27,7 +27,7 @@ def test_the_pyramid_of_the_size_of_swin_tiny_is_a_drop_in():
     arguments = {"encoder_weights": None, "classes": 5, "decoder_channels": 64}
     ours = smp.UPerNet(encoder_name="tu-flash_pyramid_tiny", **arguments)
     swin = smp.UPerNet(encoder_name="tu-swin_tiny_patch4_window7_224", **arguments)
-    assert ours.encoder.out_channels == swin.encoder.out_channels
+    assert ours.encoder.model.feature_info.reduction() == swin.encoder.model.feature_info.reduction()
     with torch.no_grad():
         assert ours.eval()(torch.randn(1, 3, 64, 96)).shape == (1, 5, 64, 96)
 
