@@ -8,6 +8,7 @@ from timm.models import checkpoint as timm_checkpoint
 from torch import Tensor, nn
 
 from flash_vision.layers.gau import GatedAttentionUnit
+from flash_vision.layers.projections import is_watched
 from flash_vision.layers.windows import TokenContext
 
 
@@ -69,7 +70,9 @@ class GatedBlock(nn.Module):
             out = self._unit_after_norm(x, context, checkpoint)
             if out is not None:
                 out = self.drop_path(self.ls(out))
-                return out.add_(x) if out.dtype == x.dtype else x + out
+                # a hook may keep what it has seen
+                kept = is_watched(self.ls) or is_watched(self.drop_path)
+                return x + out if kept or out.dtype != x.dtype else out.add_(x)
             if checkpoint and torch.is_grad_enabled():
                 return timm_checkpoint(self, x, context)
             if self.overwrites and isinstance(self.unit, GatedAttentionUnit):

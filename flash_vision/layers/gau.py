@@ -233,7 +233,7 @@ class GatedAttentionUnit(nn.Module):
     def add_onto(self, x: Tensor, normed: Tensor, context: TokenContext) -> Tensor:
         """x + unit(normed), written over x where gradients, dtypes, compilers and hooks allow it."""
         dtypes = {x.dtype, normed.dtype, self.proj.weight.dtype}
-        in_place = self._fast_path() == "infer" and len(dtypes) == 1 and x.is_contiguous()
+        in_place = self._fast_path() == "infer" and not is_watched(self) and len(dtypes) == 1 and x.is_contiguous()
         if in_place and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return self._infer(normed, context, onto=x)
         return x + self(normed, context)

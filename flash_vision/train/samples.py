@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
@@ -33,7 +34,7 @@ class Sample(NamedTuple):
     problems: list[Problem]
 
 
-class Samples(Dataset[Sample]):
+class Samples(Dataset[Sample], ABC):
     """Samples of a random-access data set, augmented with random numbers of (seed, epoch, index, repeat).
 
     In training a corrupt image is replaced by another one, drawn from its key; in evaluation the sample comes without
@@ -49,24 +50,24 @@ class Samples(Dataset[Sample]):
         self.seed = seed
         self.training = training
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """What the image is called in messages: its file where it has one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, index: int) -> tuple[Any, Any]:
         """The image and the target, decoded and not yet augmented.
 
         Raises:
             CorruptImageError, OSError: the image cannot be read; another one takes its place.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def transformed(self, image: Any, target: Any) -> tuple[Any, Any]:
         """Image and target as a batch takes them; every random number comes from the global generators."""
-        raise NotImplementedError
 
     def __getitem__(self, key: SampleKey) -> Sample:
         index, repeat, epoch = key

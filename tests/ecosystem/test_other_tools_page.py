@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_tools.md"
 SECTIONS = {title: body for title, _, body in (part.partition("\n") for part in PAGE.read_text().split("\n## ")[1:])}
@@ -32,4 +33,6 @@ def test_the_snippet_of_a_section_runs(title, tmp_path, monkeypatch):
     for content in blocks(title, "json"):
         (tmp_path / "configs" / "clip-flash.json").write_text(json.dumps(json.loads(content)))
     for code in blocks(title, "python"):
-        exec(code, {"__name__": "snippet"})
+        names = {"__name__": "snippet"}
+        exec(code, names)
+        assert any(isinstance(value, nn.Module) for value in names.values())  # it has built something

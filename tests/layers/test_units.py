@@ -382,3 +382,17 @@ def test_inference_under_autocast_equals_the_modules_called_one_by_one(kind, dty
     assert fast.dtype == plain.dtype == dtype
     real = slice(None) if context.key_mask is None else (slice(None), context.key_mask)
     assert (fast.float() - exact)[real].norm() <= 1.5 * (plain.float() - exact)[real].norm() + 1e-3 * exact[real].norm()
+
+
+@pytest.mark.parametrize("name", ["norm", "unit", "ls", "drop_path"])
+def test_what_a_hook_on_a_part_of_a_block_sees_in_training_is_the_parts_own_output_and_stays(name):
+    x, context = tokens_of(6, 6)
+    block = GatedBlock(DIM, randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))).double()
+    randomised(block.norm)
+    expected = {"norm": block.norm(x)}
+    expected["unit"] = expected["ls"] = expected["drop_path"] = block.unit(expected["norm"], context)
+    before = block(x, context)
+    seen = []
+    getattr(block, name).register_forward_hook(lambda module, args, out: seen.append(out))
+    torch.testing.assert_close(block(x, context), before)
+    torch.testing.assert_close(seen[0], expected[name])
