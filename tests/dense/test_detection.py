@@ -18,6 +18,7 @@ from flash_vision.dense.detection_augment import DetectionAugment
 from flash_vision.dense.detection_config import DetectionConfig
 from flash_vision.dense.detection_model import fitted_size
 from flash_vision.dense.detection_predict import DetectConfig, detect, load_detector
+from flash_vision.dense.features import TimmFeatures
 from flash_vision.train.signals import StopRequest
 
 CPU = torch.device("cpu")
@@ -317,6 +318,21 @@ def test_a_shipped_config_is_valid_and_says_how_it_is_run(path):
     header = text.partition("\nmodel:")[0].lower()
     for word in ("python tools/", "hardware", "time", "accuracy"):
         assert word in header or (word == "python tools/" and "torchrun" in header), word
+
+
+def test_peers_take_the_place_of_nano_and_two_have_its_size():
+    recipe = yaml.safe_load((CONFIGS / "bccd" / "faster_rcnn.yaml").read_text())
+    sizes = {}
+    for path in [None, *(CONFIGS / "peers").glob("*.yaml")]:
+        changes = yaml.safe_load(path.read_text()) if path else {}
+        assert changes.keys() <= {"model", "model_kwargs"}
+        chosen = DetectionConfig(**{"data_dir": "images", **recipe, **changes})
+        features = TimmFeatures(chosen.model, model_kwargs=chosen.model_kwargs)
+        assert features.strides == [4, 8, 16, 32]
+        sizes[path.stem if path else "nano"] = sum(parameter.numel() for parameter in features.parameters())
+    assert sizes.keys() == {"nano", "resnet18", "resnet18_half", "swin_nano"}
+    assert sizes["resnet18"] > 3.5 * sizes["nano"]
+    assert all(abs(sizes[name] / sizes["nano"] - 1) < 0.05 for name in ("resnet18_half", "swin_nano")), sizes
 
 
 def test_a_batch_reaches_the_detector_as_it_asks_for_it(data):

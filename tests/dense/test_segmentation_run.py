@@ -1,11 +1,7 @@
 """Whole runs: tools/train_segmentation.py and tools/segment.py on a tiny set, continuation, mistakes, configs."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from segmentation_samples import CLASSES, SETTINGS, config, run, write_pairs
 from tool_process import TOOLS, run_tool
+from training import start
 
 from flash_vision.dense.segmentation_classes import read_label_map
 from flash_vision.dense.segmentation_config import SegmentationConfig
@@ -25,6 +22,7 @@ from flash_vision.train.reporting import read_metrics
 
 CONFIGS = TOOLS.parent / "configs"
 SHIPPED = sorted([*CONFIGS.glob("camvid/*.yaml"), *CONFIGS.glob("ade20k/*.yaml")])
+PLAIN_SETTINGS = {name: list(value) if isinstance(value, tuple) else value for name, value in SETTINGS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +33,7 @@ def data(tmp_path_factory) -> Path:
 def write_config(folder: Path, data: Path, **settings) -> Path:
     file = folder.with_suffix(".yaml")
     place = {"data_dir": str(data), "output": str(folder.parent), "experiment": folder.name}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in SETTINGS.items()}
-    file.write_text(yaml.safe_dump({**plain, **place, **settings}))
+    file.write_text(yaml.safe_dump({**PLAIN_SETTINGS, **place, **settings}))
     return file
 
 
@@ -201,24 +198,17 @@ def test_accumulation_steps_change_neither_the_images_of_an_update_nor_its_loss(
 
 
 def test_two_processes_give_the_losses_and_scores_of_one(tmp_path, data):
-    shared = {"epochs": 1, "model_dtype": "float64", "global_batch_size": 4}
-    alone = config(tmp_path / "one", data, **shared)
+    settings = {"epochs": 1, "model_dtype": "float64", "global_batch_size": 4}
+    alone = config(tmp_path / "one", data, **settings)
     assert run(alone) == 0
-    command = [sys.executable, str(TOOLS / "train_segmentation.py"), "--config"]
-    command.append(str(write_config(tmp_path / "two", data, **shared)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    started = [subprocess.Popen(command, env={**os.environ, **common, **rank}) for rank in ranks]
-    assert [process.wait(120) for process in started] == [0, 0]
-    one, two = (
+    tool = {"tool": "train_segmentation", "base": PLAIN_SETTINGS}
+    two = start(tmp_path / "two", data, processes=2, **tool, **settings).finish_well()
+    records = [
         [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] in ("train", "eval")]
-        for folder in (alone.folder, tmp_path / "two")
-    )
+        for folder in (alone.folder, two.folder)
+    ]
     for name in ("loss", "miou", "pixel_accuracy", "iou/red"):
-        values = [[record[name] for record in records if name in record] for records in (one, two)]
+        values = [[record[name] for record in of_run if name in record] for of_run in records]
         assert values[1]
         assert values[0] == pytest.approx(values[1], rel=1e-9)
 
@@ -316,10 +306,3 @@ def test_a_shipped_config_is_valid_and_says_how_it_is_run(path, monkeypatch):
     if path.parent.name == "camvid":
         logits = create_model(chosen).eval()([torch.randn(3, 45, 61)])
         assert logits[0].shape == (11, 45, 61)
-
-
-def test_the_three_camvid_configs_differ_in_the_model_only():
-    contents = {name: yaml.safe_load((CONFIGS / "camvid" / f"{name}.yaml").read_text()) for name in
-                ("flash_pyramid_nano", "resnet18", "swin_nano")}  # fmt: skip
-    rest = [{key: value for key, value in c.items() if key not in ("model", "model_kwargs")} for c in contents.values()]
-    assert rest[0] == rest[1] == rest[2]

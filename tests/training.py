@@ -1,4 +1,4 @@
-"""tools/train.py as real processes, one or several that train together, forked from one that has done the imports."""
+"""The training tools as real processes, one or several that train together, forked from one with the imports done."""
 
 import functools
 import multiprocessing
@@ -7,6 +7,7 @@ import runpy
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,15 +100,24 @@ class Run:
         return [{name: value for name, value in record.items() if name != "time"} for record in records]
 
 
-def start(folder: Path, data: Path, *arguments: str, processes: int = 1, tool: str = "train", **settings: Any) -> Run:
-    """Starts tools/train.py with TINY, `settings` and the run folder `folder`, in so many processes.
+def start(
+    folder: Path,
+    data: Path,
+    *arguments: str,
+    processes: int = 1,
+    tool: str = "train",
+    base: Mapping[str, Any] = TINY,
+    **settings: Any,
+) -> Run:
+    """Starts tools/TOOL.py with `base`, `settings` and the run folder `folder`, in so many processes.
 
     Args:
         arguments: further words of the command line.
+        base: the configuration that `settings` change.
     """
     number = sum(1 for _ in folder.parent.glob(f"{folder.name}.*.yaml"))
     config = folder.with_name(f"{folder.name}.{number}.yaml")
-    chosen = {**TINY, "data_dir": str(data), "output": str(folder.parent), "experiment": folder.name, **settings}
+    chosen = {**base, "data_dir": str(data), "output": str(folder.parent), "experiment": folder.name, **settings}
     config.write_text(yaml.safe_dump(chosen))
     log = folder.with_name(f"{folder.name}.{number}.log.")
     argv = [str(TOOLS / f"{tool}.py"), "--config", str(config), *arguments]
