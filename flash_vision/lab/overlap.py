@@ -56,11 +56,21 @@ class OverlapUnit(MixedChunkUnit):
     """
 
     def __init__(
-        self, dim: int, *, window_size: int, margin: int, qk_dim: int, branches: str, branch_norm: str, global_fn: str
+        self,
+        dim: int,
+        *,
+        window_size: int,
+        margin: int,
+        expansion: float,
+        qk_dim: int,
+        branches: str,
+        branch_norm: str,
+        global_fn: str,
     ) -> None:
         bias_window = (window_size + margin, window_size + margin)
         super().__init__(
             dim,
+            expansion=expansion,
             qk_dim=qk_dim,
             branches=branches,
             branch_norm=branch_norm,
@@ -97,8 +107,11 @@ class OverlapGAU(FlashGAU):
     """FlashGAU with `OverlapUnit` in every block.
 
     Args:
-        margin: see `OverlapUnit`.
+        expansion, margin: see `OverlapUnit`.
         others: as in `FlashGAU`.
+
+    Raises:
+        ValueError: a negative margin, or an option of a unit that `OverlapUnit` does not have.
     """
 
     def __init__(
@@ -109,6 +122,7 @@ class OverlapGAU(FlashGAU):
         qk_dim: int,
         window_size: int,
         margin: int,
+        expansion: float,
         branches: str,
         branch_norm: str,
         global_fn: str,
@@ -116,7 +130,13 @@ class OverlapGAU(FlashGAU):
     ) -> None:
         if margin < 0:
             raise ValueError(f"margin must be at least 0, got {margin}")
-        units: dict[str, Any] = dict(qk_dim=qk_dim, branches=branches, branch_norm=branch_norm, global_fn=global_fn)
+        for name in ("unit", "score_fn", "divisor", "gate", "num_heads", "value_conv", "rel_pos_bias"):
+            if name in others:
+                raise ValueError(
+                    f"{name} must be left out, overlapping windows have one form of it, got {others[name]}"
+                )
+        units: dict[str, Any] = dict(expansion=expansion, qk_dim=qk_dim)
+        units |= dict(branches=branches, branch_norm=branch_norm, global_fn=global_fn)
         super().__init__(embed_dim=embed_dim, depth=depth, window_size=window_size, **units, **others)
         for block in self.blocks:
             block.unit = OverlapUnit(embed_dim, window_size=window_size, margin=margin, **units)
@@ -136,6 +156,6 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def lab_gau_overlap(pretrained: bool = False, **kwargs: Any) -> OverlapGAU:
     """Mixed chunk with overlapping windows; sizes as keywords."""
-    args = dict(img_size=32, patch_size=4, embed_dim=96, depth=12, qk_dim=32, window_size=4, margin=1)
-    args |= dict(branches="both", branch_norm="scale", global_fn="inline")
+    args: dict[str, Any] = dict(img_size=32, patch_size=4, embed_dim=96, depth=12, window_size=4, margin=1)
+    args |= dict(expansion=2.0, qk_dim=16, branches="both", branch_norm="scale", global_fn="inline")
     return build_model_with_cfg(OverlapGAU, "lab_gau_overlap", pretrained, **{**args, **kwargs})

@@ -75,6 +75,9 @@ class GatedBlock(nn.Module):
                 return x + out if kept or out.dtype != x.dtype else out.add_(x)
             if checkpoint and torch.is_grad_enabled():
                 return timm_checkpoint(self, x, context)
+            if isinstance(self.unit, GatedAttentionUnit) and self.unit.traces_apart():
+                x = x.unsqueeze(1)
+                return (x + self.drop_path(self.ls(self.unit.traced(self.norm(x), context)))).squeeze(1)
             if self.overwrites and isinstance(self.unit, GatedAttentionUnit):
                 return self.unit.add_onto(x, self.norm(x), context)
         return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

@@ -137,10 +137,11 @@ class GatedAttentionUnit(nn.Module):
         return parameters
 
     def _roles(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> List[Tensor]:
-        """Pre-activation (B, G, P, S) to one (B, heads, G, P, S / heads) for each role."""
+        """Pre-activation (B, G, P, S), or (B, 1, G, P, S), to one (B, heads, G, P, S / heads) for each role."""
         roles: List[Tensor] = []
         for role in scale_offset(F.silu(base), parameters[0], parameters[1]):
-            role = _split_heads(role, self.num_heads)
+            if base.dim() == 4:
+                role = _split_heads(role, self.num_heads)
             rotary = context.rotary
             if rotary is not None:
                 role = rotate(role, rotary[0], rotary[1])
@@ -237,6 +238,26 @@ class GatedAttentionUnit(nn.Module):
         if in_place and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
             return self._infer(normed, context, onto=x)
         return x + self(normed, context)
+
+    @torch.jit.unused
+    def traces_apart(self) -> bool:
+        """Whether a compiler asks for, and this unit has, the form `traced`."""
+        return torch.compiler.is_compiling() and self.recomputes and not is_watched(self)
+
+    @torch.jit.unused
+    def traced(self, x: Tensor, context: TokenContext) -> Tensor:
+        """forward with the axis of the one head from the start, for torch.compile.
+
+        Its layout optimisation takes a tensor of four axes near convolutions for an image and lays it out
+        channels-last, with the windows as channels. Five axes it leaves alone.
+
+        Args:
+            x: (B, 1, G, P, C), normed; the same comes back.
+        """
+        assert self.gate is not None
+        weights, queries, keys = self.factors(self.base(x), self.factor_parameters(), context)
+        mixed = apply_factors(weights, queries, keys, F.silu(self.value(x)))
+        return self.proj(F.silu(self.gate(x)) * mixed)
 
     @torch.jit.unused
     def _fast_path(self) -> str:

@@ -77,6 +77,8 @@ class ConditionalPosition(nn.Module):
     def __init__(self, dim: int, *, device=None, dtype=None) -> None:
         super().__init__()
         self.conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, device=device, dtype=dtype)
+        # says channels-last where a batch of one, whose first stride may be anything, does not: in compiled graphs
+        self.conv.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to the same."""

@@ -39,6 +39,10 @@ def _is_slow(x: Tensor) -> bool:
     return (_SLOW_BFLOAT16 and dtype == torch.bfloat16) or (_SLOW_FLOAT16 and dtype == torch.float16)
 
 
+def _is_compiling() -> bool:
+    return False if torch.jit.is_scripting() else torch.compiler.is_compiling()
+
+
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """a b in at least float32, whatever autocast says."""
     wide = torch.promote_types(b.dtype, torch.float32)
@@ -237,7 +241,9 @@ def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out
         P E + 2 R E MACs a token.
     """
     mixed = global_product(queries, keys, v.flatten(2, 3), out)
-    if v.shape[1] > 1 or weights.dtype != v.dtype or mixed.dtype != v.dtype or _is_slow(v):
+    # a compiler puts the sum into the product with the gate, where baddbmm would copy what it adds onto
+    alone = v.shape[1] == 1 and weights.dtype == v.dtype and mixed.dtype == v.dtype
+    if not alone or _is_slow(v) or _is_compiling():
         return mixed.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
     mixed = mixed.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
     weights, values = weights.flatten(0, 2), v.flatten(0, 2)

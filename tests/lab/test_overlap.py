@@ -59,3 +59,9 @@ def test_it_trains_with_masks_and_every_parameter_gets_a_gradient():
     model = timm.create_model("lab_gau_overlap", margin=1, **SIZES)
     model(torch.randn(2, 3, 44, 36)).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+@pytest.mark.parametrize("option", [{"score_fn": "softmax"}, {"gate": False}])
+def test_options_that_it_does_not_have_are_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        timm.create_model("lab_gau_overlap", **SIZES, **option)

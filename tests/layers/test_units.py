@@ -181,7 +181,7 @@ def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, heig
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
 @pytest.mark.parametrize("kind", UNITS)
-def test_block_with_its_norm_recomputed_equals_autograd_in_values_and_all_gradients(kind, height, width):
+def test_every_form_of_a_block_equals_autograd_in_values_and_all_gradients(kind, height, width, monkeypatch):
     x, context = tokens_of(height, width)
     x.requires_grad_()
     cls, how = UNITS[kind]
@@ -189,13 +189,14 @@ def test_block_with_its_norm_recomputed_equals_autograd_in_values_and_all_gradie
     randomised(block.norm)
     block.double()
     results = []
-    for form in ("recomputed", "checkpoint", "autograd", "torch's checkpoint"):
-        block.unit.recomputes = form in ("recomputed", "checkpoint")
+    for form in ("recomputed", "checkpoint", "compiled", "autograd", "torch's checkpoint"):
+        block.unit.recomputes = form in ("recomputed", "checkpoint", "compiled")
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda form=form: form == "compiled")
         out = block(x, context, "checkpoint" in form)
         torch.manual_seed(3)
         real = out if context.key_mask is None else out[:, context.key_mask]
         results.append([out, *torch.autograd.grad(real, [x, *block.parameters()], torch.randn_like(real))])
-    for name, *found, expected in zip(["out", "x", *dict(block.named_parameters())], *results, strict=True):
+    for name, expected, *found in zip(["out", "x", *dict(block.named_parameters())], *results[::-1], strict=True):
         for a in found:
             torch.testing.assert_close(a, expected, msg=lambda m, name=name: f"{name}: {m}")
 
