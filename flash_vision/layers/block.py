@@ -7,6 +7,7 @@ from timm.layers import DropPath, LayerNorm, LayerScale
 from timm.models import checkpoint as timm_checkpoint
 from torch import Tensor, nn
 
+from flash_vision.layers.forms import add_onto, compiled, has_compiled_form, train_after
 from flash_vision.layers.gau import GatedAttentionUnit
 from flash_vision.layers.projections import is_watched
 from flash_vision.layers.windows import TokenContext
@@ -57,7 +58,7 @@ class GatedBlock(nn.Module):
         """unit(norm(x)) for training with a small memory; None where the modules must be called."""
         if not torch.is_grad_enabled() or not isinstance(self.unit, GatedAttentionUnit):
             return None
-        return self.unit.after(self.norm, x, context, checkpoint)
+        return train_after(self.unit, self.norm, x, context, checkpoint=checkpoint)
 
     def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
         """(B, G, P, C) to the same.
@@ -75,9 +76,9 @@ class GatedBlock(nn.Module):
                 return x + out if kept or out.dtype != x.dtype else out.add_(x)
             if checkpoint and torch.is_grad_enabled():
                 return timm_checkpoint(self, x, context)
-            if isinstance(self.unit, GatedAttentionUnit) and self.unit.traces_apart():
+            if isinstance(self.unit, GatedAttentionUnit) and has_compiled_form(self.unit):
                 x = x.unsqueeze(1)
-                return (x + self.drop_path(self.ls(self.unit.traced(self.norm(x), context)))).squeeze(1)
+                return (x + self.drop_path(self.ls(compiled(self.unit, self.norm(x), context)))).squeeze(1)
             if self.overwrites and isinstance(self.unit, GatedAttentionUnit):
-                return self.unit.add_onto(x, self.norm(x), context)
+                return add_onto(self.unit, x, self.norm(x), context)
         return x + self.drop_path(self.ls(self.unit(self.norm(x), context)))

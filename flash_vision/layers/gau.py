@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from timm.models import register_notrace_module
 from torch import Tensor, nn
-from torch._C._functorch import maybe_current_level as _maybe_current_level
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from flash_vision.layers.checks import check_choice, check_positive
+from flash_vision.layers.forms import eager_form, infer, train
 from flash_vision.layers.position import RelativePositionBias, position_bias
-from flash_vision.layers.projections import is_plain, is_plain_norm, is_watched
 from flash_vision.layers.scale_offset import ScaleOffset, scale_offset
 from flash_vision.layers.windows import TokenContext
 from flash_vision.ops.attention import (
@@ -28,7 +26,7 @@ from flash_vision.ops.attention import (
     linear_factors,
     local_product,
 )
-from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
+from flash_vision.ops.gated import Factors, apply_factors
 from flash_vision.ops.position import rotate
 from flash_vision.ops.windows import merge_windows, partition_windows
 
@@ -126,6 +124,7 @@ class GatedAttentionUnit(nn.Module):
             nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim, **dd) if value_conv else None
         )
         self.proj = nn.Linear(hidden_dim, dim, bias=False, **dd)
+        # which of the forms of `layers.forms` it has
         self.recomputes = gate and not value_conv and num_heads == 1
         self.shares_buffers = num_heads == 1
 
@@ -172,107 +171,7 @@ class GatedAttentionUnit(nn.Module):
         v = _split_heads(value, self.num_heads)
         return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
 
-    @torch.jit.unused
-    def _train(self, x: Tensor, context: TokenContext, checkpoint: bool, norm: Optional[nn.LayerNorm] = None) -> Tensor:
-        """forward with a small memory: `ops.gated` recomputes in the backward pass what is cheap to recompute.
-
-        Args:
-            checkpoint: keep x alone.
-            norm: of x, where that is not normed.
-        """
-        assert self.gate is not None
-
-        def factors(base: Tensor, *parameters: Tensor) -> Factors:
-            return self.factors(base, list(parameters), context)
-
-        weights = self.gate.weight, self.value.weight, self.base.weight, self.proj.weight
-        return gated_unit(x, *weights, norm, factors, context.buffers, checkpoint, *self.factor_parameters())
-
-    @torch.jit.unused
-    def _infer(self, x: Tensor, context: TokenContext, onto: Optional[Tensor] = None) -> Tensor:
-        """forward without gradients, with two buffers of size E that all units of the forward pass share.
-
-        Args:
-            onto: (B, G, P, C) that the output is added to in place.
-        """
-        batch, windows, tokens, dim = x.shape
-        dtype, device = x.dtype, x.device.type
-        if not x.is_meta and torch.is_autocast_enabled(device):  # which does not know the meta device
-            dtype = torch.get_autocast_dtype(device)
-        flat = x.to(dtype).flatten(0, 2)
-        inner, mixed = (
-            shared_buffer(context.buffers, name, flat, self.value.out_features) for name in ("inner", "mixed")
-        )
-        torch.mm(flat, self.value.weight.to(dtype).t(), out=inner)
-        value = F.silu(inner, inplace=True).view(batch, windows, tokens, -1)
-        base = torch.mm(flat, self.base.weight.to(dtype).t()).view(batch, windows, tokens, -1)
-        weights, queries, keys = self.factors(base, self.factor_parameters(), context)
-        out = apply_factors(weights, queries, keys, value.unsqueeze(1), mixed).view_as(inner)
-        if self.value_conv is not None:
-            out += self._convolve(value, context).view_as(inner)
-        if self.gate is not None:
-            torch.mm(flat, self.gate.weight.to(dtype).t(), out=inner)  # the value is not needed any more
-            out = F.silu(inner, inplace=True).mul_(out)
-        if onto is not None:
-            tokens_onto = onto.view(-1, dim)
-            torch.addmm(tokens_onto, out, self.proj.weight.t(), out=tokens_onto)
-            return onto
-        return torch.mm(out, self.proj.weight.to(dtype).t()).view(batch, windows, tokens, dim)
-
-    @torch.jit.unused
-    def after(self, norm: nn.LayerNorm, x: Tensor, context: TokenContext, checkpoint: bool) -> Optional[Tensor]:
-        """unit(norm(x)) with gradients that keeps x instead of norm(x), or None where that takes calling the modules.
-
-        Args:
-            checkpoint: keep x alone for the backward pass.
-        """
-        if self._fast_path() != "train" or not is_plain_norm(norm) or is_watched(self):
-            return None
-        return self._train(x, context, checkpoint, norm)
-
-    @torch.jit.unused
-    def add_onto(self, x: Tensor, normed: Tensor, context: TokenContext) -> Tensor:
-        """x + unit(normed), written over x where gradients, dtypes, compilers and hooks allow it."""
-        dtypes = {x.dtype, normed.dtype, self.proj.weight.dtype}
-        in_place = self._fast_path() == "infer" and not is_watched(self) and len(dtypes) == 1 and x.is_contiguous()
-        if in_place and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
-            return self._infer(normed, context, onto=x)
-        return x + self(normed, context)
-
-    @torch.jit.unused
-    def traces_apart(self) -> bool:
-        """Whether a compiler asks for, and this unit has, the form `traced`."""
-        return torch.compiler.is_compiling() and self.recomputes and not is_watched(self)
-
-    @torch.jit.unused
-    def traced(self, x: Tensor, context: TokenContext) -> Tensor:
-        """forward with the axis of the one head from the start, for torch.compile.
-
-        Its layout optimisation takes a tensor of four axes near convolutions for an image and lays it out
-        channels-last, with the windows as channels. Five axes it leaves alone.
-
-        Args:
-            x: (B, 1, G, P, C), normed; the same comes back.
-        """
-        assert self.gate is not None
-        weights, queries, keys = self.factors(self.base(x), self.factor_parameters(), context)
-        mixed = apply_factors(weights, queries, keys, F.silu(self.value(x)))
-        return self.proj(F.silu(self.gate(x)) * mixed)
-
-    @torch.jit.unused
-    def _fast_path(self) -> str:
-        """Which eager form fits: "train", "infer", or "" where modules, compilers or transforms see the products."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
-            return ""
-        if _maybe_current_level() is not None:
-            return ""
-        if not is_plain(self.gate, self.value, self.base, self.proj):
-            return ""
-        if torch.is_grad_enabled():
-            return "train" if self.recomputes else ""
-        return "infer" if self.shares_buffers else ""
-
-    def _convolve(self, value: Tensor, context: TokenContext) -> Tensor:
+    def convolve(self, value: Tensor, context: TokenContext) -> Tensor:
         """The depthwise convolution of V, (B, G, P, E) to the same."""
         assert self.value_conv is not None
         raster = merge_windows(value, context.layout).permute(0, 3, 1, 2)
@@ -281,17 +180,17 @@ class GatedAttentionUnit(nn.Module):
     def forward(self, x: Tensor, context: TokenContext) -> Tensor:
         """(B, G, P, C), normed, to the unit's output (B, G, P, C)."""
         if not torch.jit.is_scripting():
-            path = self._fast_path()
-            if path:
-                return self._infer(x, context) if path == "infer" else self._train(x, context, False)
-        train = torch.is_grad_enabled()
-        value = F.silu(self.value(x), inplace=not train)
+            form = eager_form(self)
+            if form:
+                return infer(self, x, context) if form == "infer" else train(self, x, context)
+        grad = torch.is_grad_enabled()
+        value = F.silu(self.value(x), inplace=not grad)
         mixed = self.mix(self.base(x), value, context)
         if self.value_conv is not None:
-            mixed = mixed + self._convolve(value, context)
+            mixed = mixed + self.convolve(value, context)
         if self.gate is not None:
-            gate = F.silu(self.gate(x), inplace=not train)
-            mixed = mixed * gate if train else mixed.mul_(gate)
+            gate = F.silu(self.gate(x), inplace=not grad)
+            mixed = mixed * gate if grad else mixed.mul_(gate)
         return self.proj(mixed)
 
 
