@@ -18,6 +18,7 @@ from flash_vision.dense.detection_augment import DetectionAugment
 from flash_vision.dense.detection_config import DetectionConfig
 from flash_vision.dense.detection_model import fitted_size
 from flash_vision.dense.detection_predict import DetectConfig, detect, load_detector
+from flash_vision.dense.draw import draw_detections
 from flash_vision.dense.features import TimmFeatures
 from flash_vision.train.signals import StopRequest
 
@@ -305,6 +306,22 @@ def test_what_is_found_is_listed_drawn_and_evaluated(data, tmp_path):
     assert {row["image_id"] for row in results} <= {6, 7, 8}
     assert {row["category_id"] for row in results} <= {3, 90}
     assert results[0]["segmentation"]["size"]
+
+
+def test_a_caption_that_would_hide_another_one_or_an_object_is_left_out():
+    image = torch.zeros(3, 480, 640, dtype=torch.uint8)
+    one, twin, above = [50.0, 60, 200, 200], [52.0, 61, 200, 200], [51.0, 50, 57, 58]
+
+    def shows(boxes, captions):
+        """Whether each caption changes the picture."""
+        boxes, labels = torch.tensor(boxes), [0] * len(boxes)
+        whole = draw_detections(image, boxes, labels, captions)
+        others = [captions[:i] + ["i"] + captions[i + 1 :] for i in range(len(captions))]
+        return [not torch.equal(draw_detections(image, boxes, labels, other), whole) for other in others]
+
+    assert shows([one], ["cell"]) == [True]
+    assert shows([one, twin], ["cell", "cell"]) == [True, False]
+    assert shows([one, above], ["cell", "cell"]) == [False, True]
 
 
 @pytest.mark.parametrize(
