@@ -316,7 +316,7 @@ def test_a_caption_that_would_hide_another_one_or_an_object_is_left_out():
         """Whether each caption changes the picture."""
         boxes, labels = torch.tensor(boxes), [0] * len(boxes)
         whole = draw_detections(image, boxes, labels, captions)
-        others = [captions[:i] + ["i"] + captions[i + 1 :] for i in range(len(captions))]
+        others = [[*captions[:i], "i", *captions[i + 1 :]] for i in range(len(captions))]
         return [not torch.equal(draw_detections(image, boxes, labels, other), whole) for other in others]
 
     assert shows([one], ["cell"]) == [True]
