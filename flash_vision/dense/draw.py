@@ -19,6 +19,7 @@ from flash_vision.data.files import written_whole
 # told apart by people with a colour vision deficiency too (Okabe and Ito)
 COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 SHORT_SIDE = 480  # pixels: smaller images are enlarged until their labels can be read
+LONG_SIDE = 2000  # pixels that enlarging does not pass
 MASK_OPACITY = 0.5
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
 FONT_SIZE = 13
@@ -42,7 +43,8 @@ def draw_detections(
     Returns:
         (3, f H, f W), uint8; small images are enlarged by a whole factor f.
     """
-    factor = math.ceil(SHORT_SIDE / min(image.shape[1:]))
+    short, long = sorted(image.shape[1:])
+    factor = max(1, min(math.ceil(SHORT_SIDE / short), LONG_SIDE // long))
     drawn = image.repeat_interleave(factor, dim=1).repeat_interleave(factor, dim=2)
     if not len(boxes):
         return drawn

@@ -319,6 +319,7 @@ def test_a_caption_that_would_hide_another_one_or_an_object_is_left_out():
         others = [[*captions[:i], "i", *captions[i + 1 :]] for i in range(len(captions))]
         return [not torch.equal(draw_detections(image, boxes, labels, other), whole) for other in others]
 
+    assert draw_detections(image[:, :1], torch.zeros(0, 4), [], []).shape == (3, 3, 1920)  # 1 x 640 pixels
     assert shows([one], ["cell"]) == [True]
     assert shows([one, twin], ["cell", "cell"]) == [True, False]
     assert shows([one, above], ["cell", "cell"]) == [False, True]
