@@ -124,7 +124,8 @@ class FlashGAU(nn.Module):
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last unit, rising linearly from 0 with depth.
-        weight_init: "" (fan-in scaled), "paper" (all weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
+        weight_init: "" (fan-in scaled, the units' output at a tenth), "fan_in" (without the tenth), "paper" (all
+            weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
 
     Raises:
         ValueError: for a name or number out of range, and for options that the chosen unit does not have.

@@ -126,7 +126,8 @@ class FlashPyramid(nn.Module):
         strict_img_size: refuse images that are not img_size; by default the opposite of dynamic_img_size.
         drop_rate: dropout before the head.
         drop_path_rate: stochastic depth of the last unit, rising linearly from 0 with depth.
-        weight_init: "" (fan-in scaled), "paper" (all weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
+        weight_init: "" (fan-in scaled, the units' output at a tenth), "fan_in" (without the tenth), "paper" (all
+            weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
 
     Raises:
         ValueError: for a name or number out of range.

@@ -119,6 +119,7 @@ ABLATIONS = {
     "sincos": {"pos_embed": "sincos"},
     "no position": {"pos_embed": "none", "rel_pos_bias": False},
     "layer scale": {"init_values": 1e-5},
+    "large start": {"weight_init": "fan_in"},
     "no token mixing": {"unit": "glu", "value_conv": False},
 }
 
@@ -152,6 +153,15 @@ def test_one_window_of_local_attention_is_the_quadratic_model():
     quad.load_state_dict(mixed.state_dict())
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(mixed(x), quad(x))
+
+
+def test_default_init_is_fan_in_scaling_with_the_units_output_at_a_tenth():
+    torch.manual_seed(0)
+    full = build("flash_gau_tiny", weight_init="fan_in").state_dict()
+    torch.manual_seed(0)
+    default = build("flash_gau_tiny")
+    for name, parameter in default.named_parameters():
+        torch.testing.assert_close(parameter, full[name] * (0.1 if name.endswith("unit.proj.weight") else 1.0))
 
 
 @pytest.mark.parametrize("name", ["flash_gau_tiny", "flash_gau_base", "flash_gau_small_paper"])

@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from test_graphs import graphs_of
 from timm.models._manipulate import group_parameters
 
@@ -130,6 +131,7 @@ def test_every_image_region_reaches_every_output_through_the_global_branch():
         {"init_values": 1e-3},
         {"divisor": "inside"},
         {"weight_init": "paper"},
+        {"weight_init": "fan_in"},
         {"expansion": 1.5},
     ],
 )
@@ -145,6 +147,21 @@ def test_every_option_changes_the_output_and_trains_in_low_precision(overrides):
         loss = model(x).float().square().mean()
     loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_every_unit_starts_small_beside_the_tokens_that_it_is_added_to():
+    """On a smooth image, as photographs are; noise averages out in the windows and excites no unit."""
+    x = F.interpolate(torch.randn(2, 3, 7, 7), (224, 224), mode="bicubic")
+    model, ratios = timm.create_model("flash_pyramid_nano").eval(), []
+    for module in model.modules():
+        if isinstance(module, GatedBlock):
+            module.register_forward_hook(
+                lambda block, arguments, out: ratios.append(float((out - arguments[0]).std() / arguments[0].std()))
+            )
+    model(x)
+    assert len(ratios) == 18
+    assert max(ratios) < 0.5, ratios
 
 
 # ---- the contract of a hierarchical backbone
