@@ -22,7 +22,7 @@ from flash_vision.train.samples import Samples
 Target = dict[str, Any]
 Augment = Callable[[Tensor, Target], tuple[Tensor, Target]]
 COUNTED = ("images", "objects", "images without objects", "crowd regions not trained on", "boxes without area left out",
-           "boxes cut at the image's border", "annotations without area")  # fmt: skip
+           "boxes cut at the image's border", "objects with an empty mask", "annotations without area")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,8 @@ def read_coco(file: Path, folder: Path, *, masks: bool) -> CocoSplit:
         masks: whether every object must have a mask.
     Raises:
         ValueError: no such file or folder, not COCO's format, an image that is missing, an id that is unknown or given
-            twice, a box that is no box, or a mask of the wrong size; file and id are named.
+            twice, a box or an area that is none, or a mask that is none or of another size than its image; file and id
+            are named.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder (of the images of {file})")
@@ -85,7 +86,7 @@ def read_coco(file: Path, folder: Path, *, masks: bool) -> CocoSplit:
     ids = tuple(sorted(categories))
     label_of = {category: label for label, category in enumerate(ids, start=1)}
     entries = _by_id(file, content["images"], "image")
-    missing = [entry for entry in entries.values() if not (folder / str(entry["file_name"])).is_file()]
+    missing = [entry for entry in entries.values() if not (folder / entry["file_name"]).is_file()]
     if missing:
         raise ValueError(
             f"{file}: image {missing[0]['id']}: {folder / missing[0]['file_name']} is missing "
@@ -97,16 +98,18 @@ def read_coco(file: Path, folder: Path, *, masks: bool) -> CocoSplit:
     for annotation in _by_id(file, content["annotations"], "annotation").values():
         where = f"{file}: annotation {annotation['id']}"
         for name, known in (("image_id", entries), ("category_id", categories)):
-            if annotation.get(name) not in known:
-                raise ValueError(f"{where}: {name} {annotation.get(name)!r} is not in the file")
+            value = annotation.get(name)
+            if not isinstance(value, int) or value not in known:
+                raise ValueError(f"{where}: {name} {value!r} is not in the file")
         entry = entries[annotation["image_id"]]
         height, width = entry["height"], entry["width"]
         box = _box(where, annotation)
         segmentation = _segmentation(where, annotation, height, width) if masks else None
-        counts["annotations without area"] += "area" not in annotation
+        area = _area(where, annotation)
+        counts["annotations without area"] += area is None
         kept = {"image_id": entry["id"], "category_id": annotation["category_id"], "bbox": annotation["bbox"]}
         kept["iscrowd"] = int(bool(annotation.get("iscrowd", 0)))
-        kept["area"] = annotation.get("area", annotation["bbox"][2] * annotation["bbox"][3])
+        kept["area"] = annotation["bbox"][2] * annotation["bbox"][3] if area is None else area
         # numbered anew from 1 on, since in COCO's evaluation the id 0 means no match
         truth.append({**kept, "id": len(truth) + 1} | ({"segmentation": segmentation} if segmentation else {}))
         inside = [max(0.0, box[0]), max(0.0, box[1]), min(float(width), box[2]), min(float(height), box[3])]
@@ -116,6 +119,7 @@ def read_coco(file: Path, folder: Path, *, masks: bool) -> CocoSplit:
             counts["boxes without area left out"] += 1
         else:
             counts["boxes cut at the image's border"] += inside != box
+            counts["objects with an empty mask"] += segmentation is not None and not rle.area(segmentation)
             counts["objects"] += 1
             objects[entry["id"]].append((inside, label_of[annotation["category_id"]], segmentation or {}))
     images = [
@@ -214,6 +218,8 @@ def _by_id(file: Path, entries: list[Any], what: str) -> dict[int, dict[str, Any
         absent = [name for name in needed if name not in entry]
         if absent:
             raise ValueError(f"{file}: {what} {key}: has no {absent[0]}")
+        if what == "image" and not isinstance(entry["file_name"], str):
+            raise ValueError(f"{file}: image {key}: file_name must be a string, got {entry['file_name']!r}")
         for name in ("height", "width") if what == "image" else ():
             if not isinstance(entry[name], int) or entry[name] < 1:
                 raise ValueError(f"{file}: image {key}: {name} must be at least 1 pixel, got {entry[name]!r}")
@@ -224,27 +230,47 @@ def _by_id(file: Path, entries: list[Any], what: str) -> dict[int, dict[str, Any
 def _box(where: str, annotation: dict[str, Any]) -> list[float]:
     """x y w h to x1 y1 x2 y2."""
     box = annotation["bbox"]
-    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(side, (int, float)) for side in box)
-    if not numbers or not all(map(math.isfinite, box)):
+    if not isinstance(box, list) or len(box) != 4 or not all(map(_is_finite, box)):
         raise ValueError(f"{where}: bbox must be four finite numbers, got {box!r}")
     x, y, width, height = map(float, box)
     return [x, y, x + width, y + height]
+
+
+def _area(where: str, annotation: dict[str, Any]) -> float | None:
+    area = annotation.get("area")
+    if area is not None and not (_is_finite(area) and area >= 0):
+        raise ValueError(f"{where}: area must be at least 0, got {area!r}")
+    return area
 
 
 def _segmentation(where: str, annotation: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     """Polygons or run lengths to compressed run lengths of the image's size."""
     given = annotation.get("segmentation")
     if isinstance(given, list):
-        if not given or not all(isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 for p in given):
-            raise ValueError(f"{where}: segmentation must be polygons of three points or more, got {str(given)[:60]}")
+        if not given or not all(map(_is_polygon, given)):
+            shown = str(given)[:60]
+            raise ValueError(f"{where}: segmentation must be polygons of three finite points or more, got {shown}")
         return rle.merge(rle.frPyObjects(given, height, width))  # pyright: ignore[reportArgumentType]
     if not isinstance(given, dict) or "size" not in given or "counts" not in given:
         raise ValueError(f"{where}: segmentation must be polygons or run lengths, got {str(given)[:60]}")
-    if list(given["size"]) != [height, width]:
+    if given["size"] != [height, width]:
         raise ValueError(f"{where}: the mask's size is {given['size']}, the image's {[height, width]}")
-    if isinstance(given["counts"], list):
-        if sum(given["counts"]) != height * width:
-            raise ValueError(f"{where}: run lengths must add up to {height * width}, got {sum(given['counts'])}")
+    counts = given["counts"]
+    if isinstance(counts, list):
+        if not all(isinstance(count, int) and count >= 0 for count in counts) or sum(counts) != height * width:
+            raise ValueError(f"{where}: run lengths must be at least 0 and add up to {height * width}, got {counts}")
         return rle.frPyObjects(given, height, width)  # pyright: ignore[reportReturnType]
-    counts = given["counts"].encode() if isinstance(given["counts"], str) else given["counts"]
-    return {"size": [height, width], "counts": counts}
+    packed = {"size": [height, width], "counts": str(counts).encode()}
+    try:
+        rle.decode(packed)  # pyright: ignore[reportArgumentType]
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{where}: run lengths are of no mask of size {[height, width]} ({error})") from None
+    return packed
+
+
+def _is_polygon(points: Any) -> bool:
+    return isinstance(points, list) and len(points) >= 6 and len(points) % 2 == 0 and all(map(_is_finite, points))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -190,15 +190,18 @@ def choose_maps(name: str, model_kwargs: dict[str, Any], strides: Sequence[int])
 
 
 def check_weights(path: str, whole: nn.Module) -> None:
-    """Checks that a weights file is the model's; timm would leave out silently what does not fit a backbone.
+    """Checks that a weights file has every tensor of the model; timm would leave silently at random what is missing.
 
     Raises:
-        ValueError: not a weights file, or fewer than nine in ten of the model's tensors are in it.
+        ValueError: not a weights file, or one of another model.
     """
     state, expected = read_weights(path), whole.state_dict()
-    held = sum(name in state for name in expected)
-    if held < 0.9 * len(expected):
-        raise ValueError(f"pretrained_path {path}: holds {held} of the {len(expected)} tensors of the model")
+    missing = [name for name in expected if name not in state]
+    if missing:
+        raise ValueError(
+            f"pretrained_path {path}: must hold all {len(expected)} tensors of the model, {len(missing)} are missing "
+            f"(first: {missing[0]})"
+        )
 
 
 def _create(name: str, arguments: dict[str, Any], *, pretrained: bool = False) -> Any:

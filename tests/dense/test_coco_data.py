@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detection_samples import annotation, change, write_json, write_set
+from faster_coco_eval.core import mask as rle
 from PIL import Image
 
 from flash_vision.data.class_folder import CorruptImageError
@@ -75,6 +76,16 @@ def test_what_training_leaves_out_is_counted_and_stays_in_the_ground_truth(tmp_p
     assert split.content["annotations"][0]["area"] == 25
 
 
+def test_an_object_whose_mask_lies_outside_the_image_is_kept_and_counted(data):
+    change(data / "train.json", add(segmentation=[[100, 100, 110, 100, 110, 110]]))
+    before = read(data).counts["objects"]
+    assert read(data).counts["objects with an empty mask"] == 1
+    assert before == sum(len(image.labels) for image in read(data).images)
+
+
+SMALL_MASK = rle.encode(np.asfortranarray(np.eye(5, dtype=np.uint8)))["counts"].decode()
+
+
 def add(**fields):
     def changed(content):
         content["annotations"].append(annotation(999, content["images"][0]["id"], 3, [1, 1, 4, 4], **fields))
@@ -99,9 +110,19 @@ def add(**fields):
         (add(bbox=[1, 2, 3]), "annotation 999: bbox must be four finite numbers"),
         (add(bbox=[1, 2, 3, float("nan")], area=1), "annotation 999: bbox must be four finite numbers"),
         (add(segmentation=[]), "annotation 999: segmentation must be polygons"),
-        (add(segmentation=[[1, 1, 2, 2]]), "annotation 999: segmentation must be polygons of three points"),
+        (add(segmentation=[[1, 1, 2, 2]]), "annotation 999: segmentation must be polygons of three finite points"),
         (add(segmentation={"size": [48, 64], "counts": "abc"}), r"annotation 999: the mask's size is \[48, 64\]"),
-        (add(segmentation={"size": [56, 40], "counts": [5, 5]}), "annotation 999: run lengths must add up to 2240"),
+        (add(segmentation={"size": [56, 40], "counts": [5, 5]}), "annotation 999: run lengths must .* add up to 2240"),
+        (add(segmentation={"size": [56, 40], "counts": [-10, 2250]}), "annotation 999: run lengths must be at least 0"),
+        (add(segmentation={"size": [56, 40], "counts": SMALL_MASK}), r"999: run lengths are of no mask of size \[56, 40"),
+        (add(segmentation={"size": [56, 40], "counts": "hello world"}), "annotation 999: run lengths are of no mask"),
+        (add(segmentation={"size": 5, "counts": [5]}), "annotation 999: the mask's size is 5"),
+        (add(segmentation=[[2, 2, 7, 2, float("nan"), 7]]), "annotation 999: segmentation must be polygons of .* finite"),
+        (add(segmentation=[["2", 2, 7, 2, 7, 7]]), "annotation 999: segmentation must be polygons of three finite"),
+        (add(area=-5), "annotation 999: area must be at least 0, got -5"),
+        (add(area="25"), "annotation 999: area must be at least 0, got '25'"),
+        (add(image_id=[7]), r"annotation 999: image_id \[7\] is not in the file"),
+        (lambda c: c["images"][1].update(file_name=7), "image 1: file_name must be a string, got 7"),
         (add(segmentation="mask.png"), "annotation 999: segmentation must be polygons or run lengths"),
     ],
 )

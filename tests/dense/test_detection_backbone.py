@@ -105,8 +105,10 @@ def test_weights_of_a_file_reach_the_backbone_and_those_of_another_model_are_ref
     weights = dict(trained.named_parameters())
     for name, parameter in features.named_parameters():
         assert torch.equal(parameter, weights[name.removeprefix("body.model.")]), name
-    with pytest.raises(ValueError, match="holds 0 of the"):
+    with pytest.raises(ValueError, match=r"must hold all (\d+) tensors of the model, \1 are missing"):
         TimmFeatures("test_resnet", pretrained_path=str(tmp_path / "vit.safetensors"))
+    with pytest.raises(ValueError, match=r"12 are missing \(first: blocks.6.norm1.weight\)"):
+        TimmFeatures("test_vit", pretrained_path=str(tmp_path / "vit.safetensors"), model_kwargs={"depth": 7})
 
 
 def test_anchors_keep_their_proportion_to_the_stride():
