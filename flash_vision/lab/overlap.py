@@ -79,7 +79,7 @@ class OverlapUnit(MixedChunkUnit):
         )
         self.margin = margin
         self.reach = window_size + margin - 1
-        self.recomputes = False
+        self.recomputes = self.shares_buffers = False  # those forms compute the windows without a margin
 
     def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
         """Mix the tokens: base, pre-activation, (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""

@@ -45,7 +45,10 @@ class RoundedProducts(TorchDispatchMode):
         operands = _OPERANDS.get(func._overloadpacket, 0)
         if not operands:
             return func(*args, **(kwargs or {}))
-        out = func(*tree_map(self._rounded, args[:operands]), *args[operands:], **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*tree_map(self._rounded, args[:operands]), *args[operands:], **kwargs)
+        if kwargs.get("out") is not None:  # whoever gave it reads it, not what is returned
+            return out.copy_(self._rounded(out))
         if func._overloadpacket is _ATEN._scaled_dot_product_flash_attention_for_cpu:
             return self._rounded(out[0]), *out[1:]
         return tree_map(self._rounded, out)

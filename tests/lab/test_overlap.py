@@ -33,6 +33,24 @@ def test_a_token_sees_as_far_as_the_margin_and_no_further(branches):
     assert torch.equal(reached, torch.ones(8, 8) if branches == "both" else inside)
 
 
+@pytest.mark.parametrize("branches", ["both", "local"])
+def test_it_is_the_same_network_without_gradients_in_the_deploy_form_and_compiled(branches):
+    model = timm.create_model("lab_gau_overlap", margin=1, branches=branches, **SIZES).eval()
+    for block in model.blocks:
+        block.unit.proj.weight.data.mul_(10)
+        torch.nn.init.normal_(block.unit.position_bias.relative_position_bias_table)
+    image = torch.randn(2, 3, 32, 44)
+    expected = model(image).detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(image), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(image), expected)
+    for block in model.blocks:
+        block.reparameterize()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(image), expected)
+
+
 @pytest.mark.parametrize("layout", [WindowLayout(8, 8, 4, 4), WindowLayout(5, 7, 3, 4)])
 @pytest.mark.parametrize("margin", [0, 1, 2])
 def test_a_grown_window_holds_the_tokens_around_it_and_zeros_outside_the_grid(layout, margin):

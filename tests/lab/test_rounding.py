@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from flash_vision.lab.rounding import RoundedProducts
+from flash_vision.layers import GatedBlock, MixedChunkUnit, TokenWindows
+from flash_vision.layers.forms import train
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
@@ -63,3 +65,25 @@ def test_a_whole_network_errs_about_as_much_as_under_autocast(model):
     for emulated, real, truth in zip(rounded, low, exact, strict=True):
         ratio = (emulated - truth).norm() / (real - truth).norm()
         assert 0.25 < ratio < 2, ratio
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_products_into_a_given_buffer_are_rounded_there(checkpoint):
+    """The training forms of a gated unit write most of their products into buffers."""
+    block = GatedBlock(24, MixedChunkUnit(24, qk_dim=8, global_fn="inline", branch_norm="scale"))
+    block.unit.value.weight.data.normal_()
+    context = TokenWindows((8, 8), (4, 4))(torch.randn(2, 8, 8, 24))[1]
+    x = torch.randn(2, 4, 16, 24)
+    with RoundedProducts("bfloat16"):
+        out = train(block.unit, x, context, checkpoint=checkpoint)
+        out.square().mean().backward()
+    for found in (out.detach(), *(m.weight.grad for m in (block.unit.gate, block.unit.value, block.unit.proj))):
+        assert found.abs().sum() > 0
+        assert torch.equal(found, found.bfloat16().float())
+
+
+def test_a_given_buffer_overflows_as_float16_does():
+    buffer, big = torch.zeros(1, 1), torch.tensor([[300.0]])
+    with RoundedProducts("float16"):
+        assert torch.mm(big, big, out=buffer) is buffer
+    assert buffer == torch.inf
