@@ -25,8 +25,9 @@ from flash_vision.train.config import FREE_FIELDS, TrainConfig
 
 # what the laboratory itself sets in each run
 RESERVED = frozenset({"data_dir", "dataset", "train_split", "val_split", "seed", "device", "output", "experiment"})
-# what changes where and how fast a run goes, not what comes out; the batch counts here, as a run has one process
-NEUTRAL = FREE_FIELDS - {"batch_size", "grad_accum_steps", "global_batch_size"}
+# what changes where and how fast a run goes, not what comes out; the batch counts here, as a run has one process, and
+# so does what decides which losses are seen and when a run gives up
+NEUTRAL = FREE_FIELDS - {"batch_size", "grad_accum_steps", "global_batch_size", "log_interval", "max_nonfinite_steps"}
 EQUAL = ("parameters", "macs", "none")
 GRID_KEYS = ("about", "images", "base", "recipe", "seeds", "library", "variants", "groups")
 Fields = dict[str, Any]
@@ -72,12 +73,17 @@ class Run:
     emulate: str
     images: Images
 
+    @functools.cached_property
+    def setting(self) -> str:
+        """Equal for runs that differ in their seed alone, whatever they are called."""
+        fields = self.train_config().as_dict()  # the defaults included, so that a changed one counts
+        fields = {name: value for name, value in fields.items() if name not in NEUTRAL | RESERVED}
+        return _digest([fields, self.emulate, dataclasses.asdict(self.images)])
+
     @property
     def key(self) -> str:
         """Equal for runs that compute the same, whatever they are called."""
-        fields = {name: value for name, value in self.fields.items() if name not in NEUTRAL}
-        content = [fields, self.emulate, self.seed, dataclasses.asdict(self.images)]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        return _digest([self.setting, self.seed])
 
     def experiment(self, folder: Path) -> str:
         """Name of the run's folder below the grid's: the one that is there under any label, or a new one."""
@@ -198,6 +204,10 @@ def parse_train_config(fields: Mapping[str, Any], who: str) -> TrainConfig:
         raise ValueError(f"{who}: {' '.join(str(error).split())}") from None
 
 
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def merged(base: Mapping[str, Any], other: Mapping[str, Any]) -> Fields:
     """`base` with the fields of `other`; mappings in both, as model_kwargs, are merged key by key."""
     result = dict(base)
@@ -228,7 +238,16 @@ def _resolve(variants: Mapping[str, Any], name: str, seen: tuple[str, ...] = ())
         raise ValueError(f"variant {name}: extends itself ({' -> '.join((*seen, name))})")
     own = dict(variants[name] or {})
     base = own.pop("extends", None)
-    return own if base is None else merged(_resolve(variants, base, (*seen, name)), own)
+    if base is None:
+        return own
+    fields = merged(_resolve(variants, base, (*seen, name)), own)
+    dropped = {key for key, value in own.get("model_kwargs", {}).items() if value is None}
+    if dropped:  # what another model or unit does not take
+        unknown = sorted(dropped - _resolve(variants, base).get("model_kwargs", {}).keys())
+        if unknown:
+            raise ValueError(f"variant {name}: {unknown[0]} is null, which drops it, but {base} does not have it")
+        fields["model_kwargs"] = {k: v for k, v in fields["model_kwargs"].items() if k not in dropped}
+    return fields
 
 
 def _with_file(path: Path, content: Mapping[str, Any], file_key: str, key: str) -> Fields:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ FILE = "results.jsonl"
 SPIKE_WINDOW = 25
 SPIKE_NATS = 0.5
 LAST_LOSSES = 10
+LEARNED_NATS = 0.1
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -52,14 +54,34 @@ def is_finished(folder: Path, exit_code: int) -> bool:
     return bool(events) and events[-1].get("event") == "nonfinite"
 
 
-def make_result(grid: str, run: Run, folder: Path, size: Size, exit_code: int) -> Result:
+def code_tree() -> str | None:
+    """Git's id of this package's files, with + after it if they differ from it; None outside of a checkout.
+
+    Unlike the commit it stays the same when only other files change.
+    """
+    folder = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD:./") + ("+" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def make_result(grid: str, run: Run, folder: Path, size: Size, exit_code: int, tree: str | None) -> Result:
     """What there is to say about a finished run.
 
     Accuracies are percentages of the evaluated split; `images_per_s` is the median over the logged updates and
     `train_seconds` the images trained on divided by it, so that pauses, kills and evaluations do not count. `spikes`
     counts jumps of the training loss, see `count_spikes`. `nonfinite` counts updates that were skipped, or whose
-    gradient norm was not finite. A run has `diverged` if it stopped for a loss that is not finite, or ended no better
-    than guessing: mean of the last logged losses at or above ln(classes).
+    gradient norm was not finite. A run has `diverged` if it stopped for a loss that is not finite, or ended hardly
+    better than guessing, for it has learned nothing: mean of the last logged losses above ln(classes) - LEARNED_NATS.
+
+    Args:
+        tree: `code_tree` when it was started, or taken up again.
     """
     description = json.loads((folder / "run.json").read_text())
     records = read_metrics(folder / METRICS)
@@ -82,7 +104,7 @@ def make_result(grid: str, run: Run, folder: Path, size: Size, exit_code: int) -
         "variant": run.label,
         "seed": run.seed,
         "evaluated_on": run.images.evaluated_on,
-        "diverged": exit_code == EXIT_FAILED or not final_loss < math.log(run.images.classes),
+        "diverged": exit_code == EXIT_FAILED or not final_loss <= math.log(run.images.classes) - LEARNED_NATS,
         **accuracies,
         **{f"best_{n}": max(r[n] for r in evals) for n in ("top1", "top1_ema") if n in last},
         "parameters": size.parameters,
@@ -96,6 +118,7 @@ def make_result(grid: str, run: Run, folder: Path, size: Size, exit_code: int) -
         "nonfinite": len(skipped),
         "emulate": run.emulate,
         "config": config,
+        "tree": tree,
         **{name: description[name] for name in ("commit", "versions", "device", "threads")},
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from flash_vision.data.files import write_text
 from flash_vision.lab.grid import Grid, Run, distinct, load_grid
 from flash_vision.lab.images import prepare_images
-from flash_vision.lab.results import FILE, add_result, is_finished, make_result, read_results
+from flash_vision.lab.results import FILE, add_result, code_tree, is_finished, make_result, read_results
 from flash_vision.lab.size import Size, check_sizes, model_sizes
 from flash_vision.train.reporting import METRICS, read_metrics
 from flash_vision.train.signals import EXIT_INTERRUPTED, StopRequest
@@ -84,6 +84,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     slot: int
     lifeline: int
+    tree: str | None
 
     def updates(self) -> int:
         """Updates that it has reported so far."""
@@ -165,6 +166,7 @@ class GridRunner:
         config = run.train_config(
             data_dir=str(images), output=str(self.folder), experiment=name, device=self.options.device
         )
+        tree = code_tree()
         lifeline, ours = os.pipe()
         order: dict[str, Any] = {
             "label": run.label,
@@ -189,7 +191,7 @@ class GridRunner:
                 start_new_session=True,  # Ctrl-C in the terminal is ours to pass on
             )
         os.close(lifeline)
-        return _Child(run=run, folder=config.folder, process=process, slot=slot, lifeline=ours)
+        return _Child(run=run, folder=config.folder, process=process, slot=slot, lifeline=ours, tree=tree)
 
     def _cores(self, slot: int) -> list[int]:
         """The cores of a job; none where the system cannot pin or has too few."""
@@ -204,7 +206,7 @@ class GridRunner:
         os.close(child.lifeline)
         done = is_finished(child.folder, code)
         if done:
-            result = make_result(self.grid.name, run, child.folder, self.sizes[run.key], code)
+            result = make_result(self.grid.name, run, child.folder, self.sizes[run.key], code, child.tree)
             add_result(self.folder / FILE, result)
             shutil.rmtree(child.folder / "checkpoints", ignore_errors=True)  # weights stay in model.safetensors
             outcome = "diverged" if result["diverged"] else f"{result['top1']:.2f}%"

@@ -8,6 +8,7 @@ import yaml
 
 from flash_vision.lab.grid import load_grid, merged
 from flash_vision.lab.size import check_sizes, model_sizes
+from flash_vision.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "lab"
 shipped = functools.cache(lambda name: load_grid(CONFIGS / f"{name}.yaml"))
@@ -46,7 +47,7 @@ def test_overrides_reach_single_model_arguments(write_grid):
 def test_runs_that_compute_the_same_have_the_same_key_whatever_they_are_called(write_grid):
     groups = {
         "one": {"question": "?", "variants": ["vit"]},
-        "two": {"question": "?", "variants": ["vit"], "sweep": {"lr": [2e-3, 3e-3]}, "overrides": {"log_interval": 7}},
+        "two": {"question": "?", "variants": ["vit"], "sweep": {"lr": [2e-3, 3e-3]}, "overrides": {"workers": 2}},
         "three": {"question": "?", "variants": ["vit"], "sweep": {"emulate": ["", "bfloat16"], "batch_size": [8, 16]}},
     }
     keys = {(run.group, run.label): run.key for run in load_grid(write_grid(groups=groups)).runs()}
@@ -63,6 +64,41 @@ def test_the_key_depends_on_the_images_and_the_seed(write_grid):
     images = {"train": ["noise/*-train.tar"], "classes": 3, "validation_per_class": 8}
     grids = [write_grid("a"), write_grid("b", images=images), write_grid("c", seeds=[1])]
     assert len({load_grid(grid).runs()[0].key for grid in grids}) == 3
+
+
+def test_the_key_depends_on_what_decides_spikes_and_divergence_and_on_defaults(write_grid, monkeypatch):
+    recipe = yaml.safe_load(write_grid().read_text())["recipe"]
+    (first, _) = load_grid(write_grid()).runs()
+    for change in ({"log_interval": 7}, {"max_nonfinite_steps": 7}, {"weight_decay": 0.3}):
+        (other, _) = load_grid(write_grid(recipe={**recipe, **change})).runs()
+        assert other.key != first.key, change
+    resolved = TrainConfig.as_dict
+    monkeypatch.setattr(TrainConfig, "as_dict", lambda config: resolved(config) | {"weight_decay": 0.3})
+    assert load_grid(write_grid()).runs()[0].key != first.key
+
+
+def test_runs_that_differ_in_the_seed_alone_are_of_one_setting(write_grid):
+    runs = load_grid(write_grid(seeds=[0, 1])).runs()
+    assert [len({getattr(run, name) for run in runs}) for name in ("setting", "key")] == [2, 4]
+
+
+def test_null_drops_a_model_argument_that_the_extended_variant_has(write_grid):
+    variants = {
+        "vit": yaml.safe_load(write_grid().read_text())["variants"]["vit"],
+        "plain": {"extends": "vit", "lr": 1e-3, "model_kwargs": {"num_heads": None, "depth": 3}},
+        "again": {"extends": "plain", "model_kwargs": {"num_heads": 4}},
+    }
+    groups = {"one": {"question": "?", "variants": list(variants), "equal": "none"}}
+    base, plain, again = load_grid(write_grid(variants=variants, groups=groups)).runs()
+    assert plain.fields["model_kwargs"] == {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3}
+    assert again.fields["model_kwargs"] == {**plain.fields["model_kwargs"], "num_heads": 4}
+    assert base.fields["model_kwargs"]["num_heads"] == 2
+
+
+def test_null_stays_null_in_a_variant_that_extends_none(write_grid):
+    variants = {"vit": {"model": "test_vit", "model_kwargs": {"init_values": None}}, "vit-one-head": {"extends": "vit"}}
+    for run in load_grid(write_grid(variants=variants)).runs():
+        assert run.fields["model_kwargs"] == {"init_values": None}
 
 
 def test_the_recipe_and_the_variants_may_stand_in_files_of_their_own(write_grid, tmp_path):
@@ -92,6 +128,10 @@ def test_the_recipe_and_the_variants_may_stand_in_files_of_their_own(write_grid,
         ({"groups": {"g": {"question": "?", "variants": ["vit"], "equal": "size"}}}, r"equal must be one of .*'size'"),
         ({"groups": {"g": {"variants": ["vit"]}}}, r"group g: .*question"),
         ({"variants": {"vit": {"extends": "other"}}}, r"variant vit: extends other, which is not there"),
+        (
+            {"variants": {"a": {"model": "x"}, "b": {"extends": "a", "model_kwargs": {"depth": None}}}},
+            r"variant b: depth is null, which drops it, but a does not have it",
+        ),
         ({"variants": {"a": {"extends": "b"}, "b": {"extends": "a"}}}, r"extends itself \(a -> b -> a\)"),
     ],
 )

@@ -2,13 +2,15 @@
 
 import json
 import math
+import subprocess
 
 import pytest
 from PIL import Image
 
 from flash_vision.lab.grid import load_grid
 from flash_vision.lab.report import ReportOptions, report_grid
-from flash_vision.lab.results import add_result, count_spikes, is_finished, make_result
+from flash_vision.lab import results
+from flash_vision.lab.results import add_result, code_tree, count_spikes, is_finished, make_result
 from flash_vision.lab.size import Size
 
 
@@ -102,7 +104,7 @@ def test_a_run_is_finished_when_it_is_done_or_its_loss_is_lost(tmp_path, records
     assert is_finished(tmp_path, exit_code) is expected
 
 
-def test_a_run_that_ends_at_the_loss_of_guessing_has_diverged(write_grid, tmp_path):
+def test_a_run_that_ends_near_the_loss_of_guessing_has_diverged(write_grid, tmp_path):
     (run,) = load_grid(write_grid(groups={"one": {"question": "?", "variants": ["vit"]}})).runs()
     config = run.train_config().as_dict()
     (tmp_path / "run.json").write_text(
@@ -126,12 +128,39 @@ def test_a_run_that_ends_at_the_loss_of_guessing_has_diverged(write_grid, tmp_pa
             json.dumps(record) + "\n" for record in (*train, skipped, {**final, "top1": 52.0, "step": 1}, final)
         )
         (tmp_path / "metrics.jsonl").write_text(text)
-        return make_result("tiny", run, tmp_path, Size(10, 20), exit_code)
+        return make_result("tiny", run, tmp_path, Size(10, 20), exit_code, "f" * 40)
 
-    good = made([1.0] * 20)
+    good = made([0.99] * 20)  # ln 3 - 0.1 = 0.9986
+    assert good["tree"] == "f" * 40
     assert (good["diverged"], good["top1"], good["best_top1"], good["nonfinite"]) == (False, 51.5, 52.0, 2)
     assert (good["updates"], good["images"], good["train_seconds"]) == (20, 160, 3.2)
-    assert made([1.0] * 10 + [1.2] * 10)["diverged"]  # ln 3 = 1.099
-    assert made([1.0] * 19 + [math.nan])["diverged"]
-    assert made([1.0] * 19 + [math.nan])["final_loss"] is None
-    assert made([1.0] * 20, exit_code=3)["diverged"]
+    assert made([0.5] * 10 + [1.0] * 10)["diverged"]
+    assert made([0.5] * 19 + [math.nan])["diverged"]
+    assert made([0.5] * 19 + [math.nan])["final_loss"] is None
+    assert made([0.5] * 20, exit_code=3)["diverged"]
+
+
+def test_the_tree_is_that_of_the_package_and_says_whether_it_was_edited(tmp_path, monkeypatch):
+    package = tmp_path / "flash_vision"
+    (package / "lab").mkdir(parents=True)
+    (package / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(results, "__file__", str(package / "lab" / "results.py"))
+    assert code_tree() is None
+
+    def commit(message):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["add", "."], [*who, "commit", "-qm", message]):
+            subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    commit("one")
+    first = code_tree()
+    (tmp_path / "README.md").write_text("more\n")
+    assert code_tree() == first
+    commit("two")
+    assert code_tree() == first
+    assert len(first) == 40
+    (package / "b.py").write_text("b = 1\n")
+    assert code_tree() == f"{first}+"
+    commit("three")
+    assert len({first, code_tree(), f"{first}+"}) == 3
