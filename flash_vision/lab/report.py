@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,11 @@ def report_grid(options: ReportOptions) -> str:
     grid = load_grid(options.grid)
     results = read_results(Path(options.output) / grid.name / FILE)
     rows = {name: group_rows(grid, name, results, options.metric) for name in grid.groups}
+    noise = noise_of(rows)
     rows = {name: own for name, own in rows.items() if own and (not options.groups or name in options.groups)}
     if not rows:
         raise ValueError(f"output {options.output}: no results of grid {grid.name} there")
-    text = "\n\n".join(_section(grid, name, own) for name, own in rows.items())
-    commits = sorted({result["commit"] or "unknown" for result in results.values()})
-    text += f"\n\nCommits: {', '.join(commit[:7] + commit[40:] for commit in commits)}.\n"
+    text = "\n\n".join(_section(grid, name, own, noise) for name, own in rows.items()) + "\n"
     if options.plot:
         plot_rows([{"group": name, **row} for name, own in rows.items() for row in own], options.plot)
     if options.into:
@@ -65,22 +65,31 @@ def report_grid(options: ReportOptions) -> str:
 def group_rows(grid: Grid, group: str, results: dict[str, Result], metric: str = "top1") -> list[dict[str, Any]]:
     """A row for each variant of a group that has results: mean and sample deviation over the seeds, n, sizes, speed.
 
-    A run that diverged has no accuracy: it is counted, not averaged. Speed and seconds are medians over the seeds.
+    A variant that other groups ran with the same recipe and other seeds has those in its mean too, so that one unlucky
+    seed does not shift a dozen groups; in a group with a sweep it has not, for there n is to be equal. A run that
+    diverged has no accuracy: it is counted, not averaged. Speed and seconds are medians over the seeds.
     """
-    found: dict[str, list[Result]] = {}
-    for run in grid.runs([group]):
-        if run.key in results:
-            found.setdefault(run.label, []).append(results[run.key])
+    own_runs = grid.runs([group])
+    settings = {run.label: run.setting for run in own_runs}
+    pool = own_runs if grid.groups[group].sweep else grid.runs()
+    suffix = metric.removeprefix("top1")
     rows: list[dict[str, Any]] = []
-    for label, own in found.items():
-        good = [result[metric] for result in own if not result["diverged"]]
+    for label, setting in settings.items():
+        own = [results[key] for key in {run.key: 0 for run in pool if run.setting == setting} if key in results]
+        if not own:
+            continue
+        good = [result for result in own if not result["diverged"]]
+        accuracies = [result[metric] for result in good]
         speeds = [result["images_per_s"] for result in own if result["images_per_s"]]
         seconds = [result["train_seconds"] for result in own if result["train_seconds"]]
         rows.append({
             "variant": label,
-            "mean": statistics.fmean(good) if good else None,
-            "deviation": statistics.stdev(good) if len(good) > 1 else None,
+            "setting": setting,
+            "mean": _mean(accuracies),
+            "deviation": statistics.stdev(accuracies) if len(good) > 1 else None,
             "n": len(good),
+            "top5": _mean([result[f"top5{suffix}"] for result in good]),
+            "loss": _mean([result[f"loss{suffix}"] for result in good]),
             "parameters": own[0]["parameters"],
             "macs": own[0]["macs"],
             "images_per_s": statistics.median(speeds) if speeds else None,
@@ -88,32 +97,83 @@ def group_rows(grid: Grid, group: str, results: dict[str, Result], metric: str =
             "spikes": sum(result["spikes"] for result in own),
             "nonfinite": sum(result["nonfinite"] for result in own),
             "diverged": sum(result["diverged"] for result in own),
+            "commits": {result["commit"] for result in own},
+            "trees": {result["tree"] for result in own},
         })  # fmt: skip
     return rows
 
 
-def _section(grid: Grid, group: str, rows: Sequence[dict[str, Any]]) -> str:
-    first = rows[0]["mean"] if rows[0]["variant"].startswith(grid.groups[group].variants[0]) else None
+def noise_of(rows: dict[str, list[dict[str, Any]]]) -> float | None:
+    """Root mean square of the sample deviations in group `a`, or in all groups of a grid without one; None for none.
+
+    Args:
+        rows: of `group_rows`, by group.
+    """
+    of = rows["a"] if "a" in rows else [row for own in rows.values() for row in own]
+    deviations = {row["setting"]: row["deviation"] for row in of if row["deviation"] is not None}
+    return math.sqrt(statistics.fmean(d * d for d in deviations.values())) if deviations else None
+
+
+def _section(grid: Grid, name: str, rows: Sequence[dict[str, Any]], noise: float | None) -> str:
+    group = grid.groups[name]
+    # a sweep has no first variant that the others are changes of
+    base = rows[0] if not group.sweep and rows[0]["variant"] == group.variants[0] and rows[0]["n"] else None
+    troubled = "emulate" in group.sweep or any(row[k] for row in rows for k in ("spikes", "nonfinite", "diverged"))
+
+    # the least difference that n seeds show
+    bars: dict[int, float] = {}
+    if base and noise is not None:
+        seeds = sorted({row["n"] for row in rows if row is not base} - {0})
+        bars = {n: 2 * noise * math.sqrt(1 / base["n"] + 1 / n) for n in seeds}
+
+    def difference(row: dict[str, Any]) -> str | None:
+        if base is None or row is base or not row["n"]:
+            return None
+        value = row["mean"] - base["mean"]
+        return f"{value:+.2f}" + ("*" if abs(value) > bars.get(row["n"], math.inf) else "")
 
     def cells(row: dict[str, Any]) -> dict[str, Any]:
-        mean, deviation = row["mean"], row["deviation"]
+        troubles = {"spikes": row["spikes"], "skipped": row["nonfinite"], "diverged": row["diverged"]}
         return {
             "variant": row["variant"],
-            "top-1 %": None if mean is None else f"{mean:.2f}",
-            "deviation": None if deviation is None else f"{deviation:.2f}",
+            "top-1 %": _text(row["mean"], ".2f"),
+            "deviation": _text(row["deviation"], ".2f"),
             "n": row["n"],
-            "to the first": None if mean is None or first is None or row is rows[0] else f"{mean - first:+.2f}",
-            "M parameters": f"{row['parameters'] / 1e6:.3f}",
-            "M MACs": f"{row['macs'] / 1e6:.1f}",
-            "images/s": None if row["images_per_s"] is None else round(row["images_per_s"]),
-            "training s": None if row["train_seconds"] is None else round(row["train_seconds"]),
-            "spikes": row["spikes"],
-            "skipped": row["nonfinite"],
-            "diverged": row["diverged"],
+            **({"to the first": difference(row)} if base else {}),
+            "top-5 %": _text(row["top5"], ".2f"),
+            f"{grid.images.evaluated_on} loss": _text(row["loss"], ".4f"),
+            "M parameters": _text(row["parameters"] / 1e6, ".3f"),
+            "M MACs": _text(row["macs"] / 1e6, ".1f"),
+            "images/s": _text(row["images_per_s"], ".0f"),
+            "training s": _text(row["train_seconds"], ".0f"),
+            **(troubles if troubled else {}),
         }
 
-    title = f"**{group}. {grid.groups[group].question}** Top-1 on the {grid.images.evaluated_on} images, last epoch."
-    return f"{title}\n\n{markdown_table([cells(row) for row in rows])}"
+    lines = [markdown_table([cells(row) for row in rows]), ""]
+    if base and bars:
+        shown = ", ".join(f"{bar:.2f} for n = {n}" for n, bar in bars.items())
+        lines.append(f"Noise s = {noise:.2f}. An asterisk: beyond 2 s sqrt(1/{base['n']} + 1/n), {shown}.")
+    lines.append(f"Commits: {_names(row['commits'] for row in rows)}.")
+    if len(set.union(*(row["trees"] for row in rows))) > 1:
+        lines.append(f"These rows come from different states of flash_vision: {_names(row['trees'] for row in rows)}.")
+    title = f"**{name}. {group.question}** Top-1 on the {grid.images.evaluated_on} images, last epoch."
+    return "\n".join([title, "", *lines])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None for no values, and where one is missing because it is not finite."""
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found and len(found) == len(values) else None
+
+
+def _text(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
+
+
+def _names(ids: Iterable[set[str | None]]) -> str:
+    """Git's ids in short, with the + of those that were edited."""
+    found = sorted({one or "unknown" for own in ids for one in own})
+    return ", ".join(one[:7] + one[40:] for one in found)
 
 
 def plot_rows(rows: Sequence[dict[str, Any]], path: str | Path) -> None:

@@ -35,7 +35,9 @@ class ResolutionOptions(GridOptions):
 
 
 def evaluate_resolutions(options: ResolutionOptions) -> str:
-    """A table of top-1 by size, mean over the seeds; a line for each run and size goes to resolution.jsonl.
+    """A table of top-1 by size for the variants of each group, mean over the group's seeds.
+
+    A run that stands in several groups is evaluated once. A line for each run and size goes to resolution.jsonl.
 
     Raises:
         ValueError: nothing finished, or a model that cannot take a size.
@@ -43,14 +45,13 @@ def evaluate_resolutions(options: ResolutionOptions) -> str:
     grid = load_grid(options.grid)
     folder = Path(options.output) / grid.name
     finished = read_results(folder / FILE)
-    runs = [run for run in distinct(grid.runs(options.groups)) if run.key in finished]
-    runs = [run for run in runs if not finished[run.key]["diverged"]]
+    runs = [run for run in grid.runs(options.groups) if not finished.get(run.key, {"diverged": True})["diverged"]]
     unknown = sorted(set(options.variants) - {run.label for run in runs})
     if unknown or not runs:
         raise ValueError(f"variants: no finished run of {unknown[0] if unknown else 'this grid'} in {folder}")
     runs = [run for run in runs if not options.variants or run.label in options.variants]
     images = prepare_images(grid.images, options.data_root, options.images_folder)
-    for run in tqdm(runs, unit="run", disable=None, leave=False):
+    for run in tqdm(distinct(runs), unit="run", disable=None, leave=False):
         known = read_results(folder / SIZES_FILE)
         for size in options.img_sizes:
             if f"{run.key}@{size}" not in known:
@@ -73,9 +74,9 @@ def _evaluate(run: Run, size: int, folder: Path, images: Path, batch_size: int) 
 
 def _table(runs: Sequence[Run], found: dict[str, dict[str, Any]], sizes: Sequence[int]) -> str:
     rows: list[dict[str, Any]] = []
-    for label in dict.fromkeys(run.label for run in runs):
-        own = [run for run in runs if run.label == label]
-        row: dict[str, Any] = {"variant": label, "n": len(own)}
+    for group, label in dict.fromkeys((run.group, run.label) for run in runs):
+        own = [run for run in runs if (run.group, run.label) == (group, label)]
+        row: dict[str, Any] = {"group": group, "variant": label, "n": len(own)}
         for size in sizes:
             top1 = [found[f"{run.key}@{size}"]["top1"] for run in own]
             row[f"{size} px"] = f"{sum(top1) / len(top1):.2f}"

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from tool_process import TOOLS, run_tool
 
+from flash_vision.lab import resolution
+from flash_vision.lab.grid import load_grid
+from flash_vision.lab.plan import EMULATED_SPEED, SPEEDS, PlanOptions, model_key, plan_grid
 from flash_vision.lab.resolution import SIZES_FILE
 from flash_vision.lab.results import FILE, add_result, read_results
 from flash_vision.lab.runner import GridRunner, RunOptions, run_grid
@@ -97,6 +100,7 @@ def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twic
 
     sizes = run_tool("lab", "resolution", *words[:-2], "--groups", "[again]", "--img_sizes", "[16,24]")
     assert "| n | 16 px | 24 px |" in sizes.stdout, sizes
+    assert len(read_results(folder / SIZES_FILE)) == 2
     at_own_size = read_results(folder / SIZES_FILE)[f"{key}@16"]
     assert at_own_size["top1"] == pytest.approx(result["top1"], abs=100 / 24 + 1e-6)  # one image: other batches
 
@@ -104,7 +108,8 @@ def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twic
 def test_a_plan_lists_every_run_and_measures_each_model_once(options):
     words = ["--grid", options.grid, "--data_root", options.data_root, "--output", options.output]
     plain = run_tool("lab", "plan", *words, "--measure", "false")
-    assert "48 training images; 1 runs are open, speeds not measured" in plain.stdout, plain
+    assert "48 training images; 1 runs are open: 0.0 hours" in plain.stdout, plain
+    assert "The speed of 1 of them is unknown, they are not counted" in plain.stdout
     plan = run_tool("lab", "plan", *words, "--updates", 1)
     assert plan.code == 0, plan
     rows = [
@@ -118,6 +123,54 @@ def test_a_plan_lists_every_run_and_measures_each_model_once(options):
     found = re.search(r"1 runs are open: (\S+) hours of training one at a time, (\S+) with 2", plan.stdout)
     assert found, plan
     assert float(found[1]) == pytest.approx(40 * 48 / speed / 3600, abs=0.06)
+
+
+def test_a_plan_prefers_idle_speeds_and_estimates_those_of_low_precision(write_grid, options):
+    sweep = {"sweep": {"emulate": ["", "bfloat16", "float16"]}}
+    groups = {"low": {"question": "?", "variants": ["vit", "vit-one-head"], **sweep}}
+    options.grid = str(write_grid(groups=groups))
+    vit, low, _, other, *_ = load_grid(options.grid).runs()
+    folder = Path(options.output) / "tiny"
+    folder.mkdir(parents=True)
+    (folder / SPEEDS).write_text(json.dumps({model_key(run): speed for run, speed in ((vit, 200), (other, 100))}))
+    for run, speed in ((vit, 150), (low, 90)):
+        add_result(folder / FILE, {"key": run.key, "images_per_s": speed})
+    text = plan_grid(PlanOptions(**{name: getattr(options, name) for name in ("grid", "data_root", "output")}))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| vit" in line]
+    assert [(row[1], row[3], row[7]) for row in rows] == [
+        ("vit emulate=", "done", "200"),
+        ("vit emulate=bfloat16", "done", "90"),
+        ("vit emulate=float16", "open", f"{200 * EMULATED_SPEED['float16']:.0f} (estimated)"),
+        ("vit-one-head emulate=", "open", "100"),
+        ("vit-one-head emulate=bfloat16", "open", f"{100 * EMULATED_SPEED['bfloat16']:.0f} (estimated)"),
+        ("vit-one-head emulate=float16", "open", f"{100 * EMULATED_SPEED['float16']:.0f} (estimated)"),
+    ]
+    assert "4 runs are open" in text
+    assert "unknown" not in text
+
+
+def test_a_seed_that_two_groups_share_counts_in_both_tables_of_sizes(write_grid, data_root, monkeypatch):
+    groups = {
+        "sweep": {"question": "?", "variants": ["vit"], "sweep": {"lr": [2e-3, 3e-3]}},
+        "seeds": {"question": "?", "variants": ["vit"], "seeds": [0, 1]},
+    }
+    path = write_grid(groups=groups)
+    folder = path.parent / "out" / "tiny"
+    folder.mkdir(parents=True)
+    for run in load_grid(path).runs():
+        add_result(folder / FILE, {"key": run.key, "diverged": run.label == "vit lr=0.003"})
+    evaluated = []
+
+    def evaluate(run, size, *where):
+        evaluated.append((run.key, size))
+        return {"key": f"{run.key}@{size}", "top1": 40.0 + run.seed}
+
+    monkeypatch.setattr(resolution, "_evaluate", evaluate)
+    options = {"grid": str(path), "data_root": str(data_root), "output": str(path.parent / "out"), "img_sizes": [16]}
+    text = resolution.evaluate_resolutions(resolution.ResolutionOptions(**options))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    assert rows == [["sweep", "vit lr=0.002", "1", "40.00"], ["seeds", "vit", "2", "40.50"]]
+    assert len(evaluated) == len(set(evaluated)) == 2
 
 
 def test_a_run_that_fails_is_named_and_does_not_keep_the_others_from_running(write_grid, options, monkeypatch):
