@@ -3,6 +3,6 @@
 Importing it registers its models, lab_*, with timm; they are for experiments and no part of the library's interface.
 """
 
-from flash_vision.lab import overlap
+from flash_vision.lab import overlap, vit
 
-__all__ = ["overlap"]
+__all__ = ["overlap", "vit"]

@@ -1,0 +1,67 @@
+"""timm's ViT with the initial weights of our networks, to tell what its blocks lose from what its init loses."""
+
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from flash_vision.layers.checks import check_choice
+from flash_vision.models.weights import init_fan_in
+
+LINEAR_INITS = ("timm", "fan_in")
+TIMM_STD = 0.02
+
+
+class LabViT(VisionTransformer):
+    """timm's VisionTransformer with a choice of initial weights.
+
+    Args:
+        pos_embed_std: deviation of the position embeddings; timm's is .02, FlashGAU's .5.
+        linear_init: "timm" (all weights N(0, .02)), or "fan_in": as FlashGAU's default, variance 1 / fan-in, what ends
+            a residual branch (attn.proj, mlp.fc2) at a tenth of that deviation, the head N(0, .02).
+        others: as in timm.
+
+    Raises:
+        ValueError: a deviation that is not above 0, or an unknown init.
+    """
+
+    def __init__(self, *, pos_embed_std: float = TIMM_STD, linear_init: str = "timm", **others: Any) -> None:
+        if pos_embed_std <= 0:
+            raise ValueError(f"pos_embed_std must be above 0, got {pos_embed_std}")
+        check_choice("linear_init", linear_init, LINEAR_INITS)
+        # before the parent's constructor, which calls init_weights
+        self.pos_embed_std, self.linear_init = pos_embed_std, linear_init
+        super().__init__(**others)
+
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """timm's initial weights, then what was chosen; arguments as there."""
+        super().init_weights(mode, needs_reset)
+        with torch.no_grad():
+            if self.pos_embed is not None:
+                self.pos_embed.mul_(self.pos_embed_std / TIMM_STD)
+            for name, module in self.named_modules() if self.linear_init == "fan_in" else ():
+                if isinstance(module, nn.Linear):
+                    init_fan_in(module, name, needs_reset=False)
+                    if name.endswith(("attn.proj", "mlp.fc2")):
+                        module.weight.mul_(0.1)
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lab_vit": dict(
+            input_size=(3, 32, 32), pool_size=None, crop_pct=1.0, interpolation="bicubic", fixed_input_size=True,
+            mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD, first_conv="patch_embed.proj", classifier="head",
+        )
+    }
+)  # fmt: skip
+
+
+@register_model
+def lab_vit(pretrained: bool = False, **kwargs: Any) -> LabViT:
+    """timm's ViT of the laboratory's size; timm's arguments as keywords."""
+    args: dict[str, Any] = dict(img_size=32, patch_size=4, embed_dim=96, depth=6, num_heads=4, mlp_ratio=4.25)
+    args |= dict(class_token=False, global_pool="avg")
+    return build_model_with_cfg(LabViT, "lab_vit", pretrained, **{**args, **kwargs})

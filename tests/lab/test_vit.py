@@ -1,0 +1,55 @@
+"""The laboratory's ViT is timm's, but for its initial weights where asked."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+import flash_vision.lab  # noqa: F401 (registers the models)
+
+SIZES = {
+    "img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 4.25, "num_classes": 10,
+    "class_token": False, "global_pool": "avg",
+}  # fmt: skip
+
+
+def test_by_default_it_is_timms_to_the_bit():
+    torch.manual_seed(3)
+    ours = timm.create_model("lab_vit", **SIZES).state_dict()
+    torch.manual_seed(3)
+    timms = timm.create_model("vit_tiny_patch16_224", **SIZES).state_dict()
+    assert ours.keys() == timms.keys()
+    assert all(torch.equal(ours[name], timms[name]) for name in ours)
+
+
+def test_position_embeddings_have_the_deviation_asked_for_and_nothing_else_changes():
+    torch.manual_seed(3)
+    plain = timm.create_model("lab_vit", **SIZES).state_dict()
+    torch.manual_seed(3)
+    wide = timm.create_model("lab_vit", pos_embed_std=0.5, **SIZES).state_dict()
+    assert wide["pos_embed"].std().item() == pytest.approx(0.5, rel=0.05)
+    assert [name for name in plain if not torch.equal(plain[name], wide[name])] == ["pos_embed"]
+
+
+def test_fan_in_scales_as_the_default_init_of_our_networks_does():
+    model = timm.create_model("lab_vit", linear_init="fan_in", **SIZES)
+    ours = timm.create_model("flash_gau_pico", embed_dim=64, depth=2, num_classes=10)
+    inner, proj = ours.blocks[0].unit.value.weight, ours.blocks[0].unit.proj.weight
+    block = model.blocks[0]
+    # deviation times the square root of the fan-in: 1 but for what a normal cut at 3 deviations loses
+    for weight, like in (
+        (block.attn.qkv.weight, inner), (block.mlp.fc1.weight, inner),
+        (block.attn.proj.weight, proj), (block.mlp.fc2.weight, proj),
+    ):  # fmt: skip
+        found, expected = (w.std().item() * math.sqrt(w.shape[1]) for w in (weight, like))
+        assert found == pytest.approx(expected, rel=0.05)
+    assert proj.std() < 0.2 * inner.std()
+    assert model.head.weight.std().item() == pytest.approx(ours.head.weight.std().item(), rel=0.15)
+    assert not block.mlp.fc1.bias.any()
+
+
+@pytest.mark.parametrize("option", [{"pos_embed_std": 0.0}, {"linear_init": "jax"}])
+def test_what_is_no_init_is_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        timm.create_model("lab_vit", **SIZES, **option)
