@@ -8,8 +8,10 @@ intersection over union, accuracies and a table per class.
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from flash_vision.data.class_folder import CorruptImageError
 from flash_vision.data.files import write_text, written_whole
 from flash_vision.dense.segmentation_classes import ClassSet, label_image
 from flash_vision.dense.segmentation_metrics import format_table
@@ -23,21 +25,27 @@ from flash_vision.dense.segmentation_predict import (
     segment,
 )
 from flash_vision.train.command_line import run_tool
+from flash_vision.train.predict import find_images
 
 
 def main(config: SegmentConfig) -> None:
     loaded = load_configured(config)
     classes = loaded.sidecar.class_set
-    comparison = Comparison(config.labels, classes) if config.labels else None
-    outputs = Outputs(config.output_dir, classes, overlays=config.overlays) if config.output_dir else None
+    files = find_images(config.images)
+    comparison = Comparison(config.labels, classes, files) if config.labels else None
+    outputs = Outputs(config.output_dir, classes, files, overlays=config.overlays) if config.output_dir else None
     records = []
-    for result in segment(config, loaded):
-        record = as_record(result, classes)
-        if result.labels is not None:
-            if comparison:
+    for result in segment(config, loaded, files):
+        if comparison and result.labels is not None:
+            try:
                 comparison.add(result)
-            if outputs:
-                outputs.write(result)
+            except CorruptImageError as error:
+                if not config.skip_corrupt:
+                    raise
+                result = Segmented(file=result.file, error=str(error))
+        if outputs and result.labels is not None:
+            outputs.write(result)
+        record = as_record(result, classes)
         records.append(record)
         if not comparison:
             print(record["file"], record.get("error") or describe(record["shares"]), sep="\t")
@@ -47,34 +55,45 @@ def main(config: SegmentConfig) -> None:
         content |= {"scores": scores, "per_class": table}
         print(format_table(table))
         print(f"{comparison.images} images: " + ", ".join(f"{name} {value:.2f}" for name, value in scores.items()))
-    if failed := sum("error" in record for record in records):
-        print(f"{failed} of {len(records)} files could not be read", file=sys.stderr)
+    failed = [record for record in records if "error" in record]
+    if failed:
+        first = f"{failed[0]['file']}: {failed[0]['error']}"
+        print(f"{len(failed)} of {len(records)} files could not be read, the first: {first}", file=sys.stderr)
     if outputs:
         write_text(outputs.folder / "results.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 class Outputs:
-    """The files of each image in one folder; two images of one name are refused."""
+    """The files of each image in one folder.
 
-    def __init__(self, folder: str, classes: ClassSet, *, overlays: bool) -> None:
+    Raises:
+        ValueError: the folder holds an image, or two images would get a file of one name.
+    """
+
+    def __init__(self, folder: str, classes: ClassSet, files: Sequence[str], *, overlays: bool) -> None:
         self.folder, self.classes, self.overlays = Path(folder), classes, overlays
+        owners: dict[str, str] = {}
+        for file in files:
+            if Path(file).resolve().parent == self.folder.resolve():
+                raise ValueError(f"output_dir must be another folder than that of an image, got {self.folder}")
+            for name in self.names(file):
+                if owners.setdefault(name, file) != file:
+                    raise ValueError(f"output_dir: {file} and {owners[name]} would both be written to {name}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.names: dict[str, str] = {}
+
+    def names(self, file: str) -> list[str]:
+        """The files of an image: label map and, if wanted, overlay."""
+        stem = Path(file).stem
+        return [f"{stem}.png", *([f"{stem}_overlay.png"] if self.overlays else [])]
 
     def write(self, result: Segmented) -> None:
         assert result.image is not None
         assert result.labels is not None
-        name = Path(result.file).stem
-        if Path(result.file).resolve().parent == self.folder.resolve():
-            raise ValueError(f"output_dir must be another folder than that of an image, got {self.folder}")
-        if name in self.names:
-            raise ValueError(f"{result.file}: has the name of {self.names[name]}, output_dir can hold one of them")
-        self.names[name] = result.file
-        pictures = {f"{name}.png": label_image(result.labels, self.classes)}
+        pictures = [label_image(result.labels, self.classes)]
         if self.overlays:
-            pictures[f"{name}_overlay.png"] = overlay(result.image, result.labels, self.classes, title=name)
-        for file, picture in pictures.items():
-            with written_whole(self.folder / file) as temporary:
+            pictures.append(overlay(result.image, result.labels, self.classes, title=Path(result.file).stem))
+        for name, picture in zip(self.names(result.file), pictures, strict=True):
+            with written_whole(self.folder / name) as temporary:
                 picture.save(temporary, format="png")
 
 

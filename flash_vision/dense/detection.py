@@ -16,7 +16,7 @@ from flash_vision.dense.coco_eval import CocoEvaluator
 from flash_vision.dense.detection_augment import DetectionAugment
 from flash_vision.dense.detection_config import TWO_STAGE, DetectionConfig
 from flash_vision.dense.detection_model import Detector, DetectorSpec, build_detector
-from flash_vision.dense.features import TimmFeatures
+from flash_vision.dense.features import TimmFeatures, per_channel
 from flash_vision.train.config import resolve_batch_size
 from flash_vision.train.data import Batch, EvalLoader, TrainLoader, collate
 from flash_vision.train.launch import make_loop, open_folder, run_task
@@ -155,27 +155,15 @@ def create_detector(config: DetectionConfig, split: CocoSplit) -> tuple[Detector
         category_ids=split.category_ids,
         min_size=config.min_size,
         max_size=config.max_size,
-        mean=channels("mean", config.mean, features.mean),
-        std=channels("std", config.std, features.std),
+        mean=per_channel("mean", config.mean, features.mean),
+        std=per_channel("std", config.std, features.std),
         neck_channels=config.neck_channels,
-        box_head_dim=config.box_head_dim,
-        mask_head_dim=config.mask_head_dim,
+        box_head_dim=config.box_head_dim or 1024,
+        mask_head_dim=config.mask_head_dim or 256,
         anchor_scale=config.anchor_scale,
         detector_kwargs=config.detector_kwargs,
     )
     return build_detector(spec, features), spec
-
-
-def channels(name: str, given: list[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
-    """A number for each of three channels: what is given, one for all of them or one each, or the backbone's own.
-
-    Raises:
-        ValueError: another number of values.
-    """
-    values = tuple(given or default)
-    if len(values) not in (1, 3):
-        raise ValueError(f"{name} must be 1 or 3 numbers, got {given!r}")
-    return values * 3 if len(values) == 1 else values
 
 
 def to_device(batch: Batch, epoch: int, *, device: torch.device, dtype: torch.dtype) -> Batch:

@@ -33,7 +33,8 @@ class DetectionAugment:
             steps.append(v2.RandomPhotometricDistort(p=config.photometric))
         steps += [v2.RandomHorizontalFlip(config.hflip), v2.RandomVerticalFlip(config.vflip)]
         self.before_scaling = v2.Compose(steps)
-        side = (config.crop_size, config.crop_size)
+        self.crop_size = config.crop_size or 1024
+        side = (self.crop_size, self.crop_size)
         # masks and boxes take no fill
         self.crop = v2.RandomCrop(side, pad_if_needed=True, fill={tv_tensors.Image: list(fill), "others": 0})
 
@@ -58,5 +59,5 @@ class DetectionAugment:
     def _new_size(self, height: int, width: int) -> tuple[int, int]:
         if self.config.scale_jitter is None:
             return fitted_size(height, width, random.choice(self.short_sides), self.config.max_size)
-        scale = self.config.crop_size * random.uniform(*self.config.scale_jitter)
+        scale = self.crop_size * random.uniform(*self.config.scale_jitter)
         return fitted_size(height, width, scale, scale)

@@ -21,8 +21,8 @@ class DetectorConfig:
         min_size: short side that images are resized to, pixels; in training see train_min_sizes.
         max_size: most that the long side may become, pixels.
         neck_channels: channels of the feature pyramid.
-        box_head_dim: width of the box head of faster_rcnn and mask_rcnn.
-        mask_head_dim: channels of the mask head of mask_rcnn.
+        box_head_dim: width of the box head of faster_rcnn and mask_rcnn; 1024 when not given.
+        mask_head_dim: channels of the mask head of mask_rcnn; 256 when not given.
         anchor_scale: side of a level's smallest anchor in strides of the level; torchvision's 8 (faster_rcnn,
             mask_rcnn) or 4 (retinanet) when not given, half of it where min_size is below 400.
         detector_kwargs: further arguments of torchvision's class, for example '{"box_detections_per_img": 200}'.
@@ -32,15 +32,20 @@ class DetectorConfig:
     min_size: int = 800
     max_size: int = 1333
     neck_channels: int = 256
-    box_head_dim: int = 1024
-    mask_head_dim: int = 256
+    box_head_dim: int | None = None
+    mask_head_dim: int | None = None
     anchor_scale: float | None = None
     detector_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises ValueError for values that no detector accepts."""
-        for name in ("min_size", "neck_channels", "box_head_dim", "mask_head_dim"):
+        for name in ("min_size", "neck_channels"):
             require(name, getattr(self, name) >= 1, "at least 1", getattr(self, name))
+        for name, owners in (("box_head_dim", TWO_STAGE), ("mask_head_dim", ("mask_rcnn",))):
+            width = getattr(self, name)
+            require(name, width is None or width >= 1, "at least 1", width)
+            fits = width is None or self.detector in owners
+            require(name, fits, f"left out with {self.detector}, which has no such head", width)
         require("max_size", self.max_size >= self.min_size, f"at least min_size ({self.min_size})", self.max_size)
         # 32 groups, and more than one channel in each for the levels that are one cell
         fits = self.detector != "fcos" or (self.neck_channels % 32 == 0 and self.neck_channels >= 64)
@@ -77,15 +82,16 @@ class JitterConfig:
         train_min_sizes: short sides in training, pixels, one drawn per image; min_size when empty.
         scale_jitter: range of large-scale jitter (arXiv 2012.07177), instead of train_min_sizes: the image is fitted
             into a square of crop_size, scaled by a factor from this range, and cropped or padded to the square.
-        crop_size: side of that square, pixels.
+        crop_size: side of that square, pixels; 1024 when not given.
         hflip: probability of a horizontal flip.
         vflip: probability of a vertical flip.
-        photometric: probability of random brightness, contrast, saturation and hue (SSD's, arXiv 1512.02325).
+        photometric: probability of each change of brightness, contrast, saturation, hue and channel order (SSD's,
+            arXiv 1512.02325).
     """
 
     train_min_sizes: list[int] = field(default_factory=list)
     scale_jitter: tuple[float, float] | None = None
-    crop_size: int = 1024
+    crop_size: int | None = None
     hflip: float = 0.5
     vflip: float = 0.0
     photometric: float = 0.0
@@ -96,7 +102,9 @@ class JitterConfig:
             require(name, 0 <= getattr(self, name) <= 1, "in [0, 1]", getattr(self, name))
         sizes, jitter = self.train_min_sizes, self.scale_jitter
         require("train_min_sizes", all(size >= 1 for size in sizes), "sides of at least 1", sizes)
-        require("crop_size", self.crop_size >= 1, "at least 1", self.crop_size)
+        crop_size = self.crop_size
+        require("crop_size", crop_size is None or crop_size >= 1, "at least 1", crop_size)
+        require("crop_size", crop_size is None or jitter is not None, "left out without scale_jitter", crop_size)
         if jitter is not None:
             require("scale_jitter", 0 < jitter[0] <= jitter[1], "(low, high) with 0 < low <= high", jitter)
             require("train_min_sizes", not sizes, "left out with scale_jitter", sizes)

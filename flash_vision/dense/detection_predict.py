@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from flash_vision.data.class_folder import CorruptImageError
 from flash_vision.data.files import write_text
-from flash_vision.dense.coco_data import CocoSplit, read_coco
+from flash_vision.dense.coco_data import CocoSamples, CocoSplit, read_coco
 from flash_vision.dense.coco_eval import MASK_THRESHOLD, CocoEvaluator, coco_results
 from flash_vision.dense.detection_model import Detector, DetectorSpec, build_detector
 from flash_vision.dense.draw import draw_detections, save_picture
@@ -38,11 +38,12 @@ class DetectConfig:
         batch_size: images a step.
         device: torch device; cuda where there is one, else cpu, when empty.
         use_ema: take the averaged weights where the checkpoint holds both kinds.
-        skip_corrupt: list an unreadable image with its error and go on, instead of stopping there.
+        skip_corrupt: list an unreadable image, or one of another size than annotations say, with its error and go on,
+            instead of stopping there; figures are then of the other images.
         picture_dir: folder for a PNG of each image with what was found.
         json_file: JSON file of the objects of each image.
         coco_file: JSON file of COCO's result format; image_id is that of annotations, or the place in the list.
-        metrics_file: JSON file of COCO's figures (with annotations).
+        metrics_file: JSON file of COCO's figures and of the number of images that they are of (with annotations).
     Raises:
         ValueError: a field out of range, or fields that contradict each other; the message names them.
     """
@@ -93,6 +94,21 @@ class Detections:
     error: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What `detect` gives.
+
+    Args:
+        detections: of each image.
+        figures: COCO's, where there are annotations, else none.
+        annotated: what the annotation file holds, see `coco_data.CocoSplit`.
+    """
+
+    detections: list[Detections]
+    figures: dict[str, float]
+    annotated: dict[str, int]
+
+
 def load_detector(checkpoint: str, *, use_ema: bool = True) -> tuple[Detector, DetectorSpec]:
     """Builds the detector that model.json beside a weights file describes, with these weights; in evaluation mode.
 
@@ -113,13 +129,12 @@ def load_detector(checkpoint: str, *, use_ema: bool = True) -> tuple[Detector, D
     return detector.eval(), spec
 
 
-def detect(config: DetectConfig) -> tuple[list[Detections], dict[str, float]]:
+def detect(config: DetectConfig) -> Search:
     """Searches the images and writes what the configuration names.
 
-    Returns:
-        The objects of each image, and COCO's figures where there are annotations.
     Raises:
-        ValueError: weights, annotations or image that cannot be read; the message names it.
+        ValueError: weights, annotations or image that cannot be read, with the name; or figures asked for of images
+            none of which can be.
     """
     device = resolve_device(config.device)
     detector, spec = load_detector(config.checkpoint, use_ema=config.use_ema)
@@ -127,13 +142,18 @@ def detect(config: DetectConfig) -> tuple[list[Detections], dict[str, float]]:
     masks = spec.detector == "mask_rcnn"
     split = read_annotations(config, spec, masks=masks) if config.annotations else None
     files = [str(image.path) for image in split.images] if split else find_images(config.images)
+    read = CocoSamples(split.images, None, seed=0, training=False).read if split else None
     ids = [image.id for image in split.images] if split else list(range(len(files)))
     evaluator = CocoEvaluator(split, masks=masks) if split else None
     names = picture_names(files)
     detections: dict[int, Detections] = {}
     results: list[dict[str, Any]] = []
     for numbers, images, problems in tqdm(
-        _batches(files, config), total=-(-len(files) // config.batch_size), unit="batch", disable=None, leave=False
+        _batches(files, config, read),
+        total=-(-len(files) // config.batch_size),
+        unit="batch",
+        disable=None,
+        leave=False,
     ):
         with torch.inference_mode():
             outputs = detector([image.to(device).float().div(255) for image in images]) if images else []
@@ -148,10 +168,14 @@ def detect(config: DetectConfig) -> tuple[list[Detections], dict[str, float]]:
         detections |= problems
     listed = [detections[number] for number in range(len(files))]
     _write(config, listed, results)
-    metrics = evaluator.compute() if evaluator else {}
+    if evaluator is None:
+        return Search(detections=listed, figures={}, annotated={})
+    if not evaluator.seen:
+        raise ValueError(f"{config.annotations}: none of its {len(files)} images can be read, so there are no figures")
+    figures = evaluator.compute()
     if config.metrics_file:
-        write_text(config.metrics_file, json.dumps(metrics, indent=2) + "\n")
-    return listed, metrics
+        write_text(config.metrics_file, json.dumps({"images": len(evaluator.seen), **figures}, indent=2) + "\n")
+    return Search(detections=listed, figures=figures, annotated=split.counts if split else {})
 
 
 def read_annotations(config: DetectConfig, spec: DetectorSpec, *, masks: bool) -> CocoSplit:
@@ -184,17 +208,23 @@ def picture_names(files: list[str]) -> list[str]:
     return [f"{stem}.{number}.png" if stem in shared else f"{stem}.png" for number, stem in enumerate(stems)]
 
 
-def _batches(files: list[str], config: DetectConfig) -> Iterator[tuple[list[int], list[Tensor], dict[int, Detections]]]:
-    """Places in the list and images (3, H, W), uint8, of what can be read, and entries for what cannot."""
+def _batches(
+    files: list[str], config: DetectConfig, read: Callable[[int], tuple[Tensor, Any]] | None
+) -> Iterator[tuple[list[int], list[Tensor], dict[int, Detections]]]:
+    """Places in the list and images (3, H, W), uint8, of what can be read, and entries for what cannot.
+
+    Args:
+        read: gives the image of a place, and something more; the files are decoded without it.
+    """
     if config.picture_dir:
         Path(config.picture_dir).mkdir(parents=True, exist_ok=True)
     for start in range(0, len(files), config.batch_size):
         numbers, images, problems = [], [], {}
         for number in range(start, min(start + config.batch_size, len(files))):
             try:
-                images.append(pil_to_tensor(decode_file(files[number])))
+                images.append(read(number)[0] if read else pil_to_tensor(decode_file(files[number])))
                 numbers.append(number)
-            except CorruptImageError as error:
+            except (CorruptImageError, OSError) as error:
                 if not config.skip_corrupt:
                     raise ValueError(f"{files[number]}: {error}") from None
                 problems[number] = Detections(file=files[number], objects=(), error=str(error))

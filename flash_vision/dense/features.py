@@ -56,6 +56,8 @@ class TimmFeatures(nn.Module):
         super().__init__()
         self.name = name
         given = dict(model_kwargs or {})
+        if given.get("in_chans", 3) != 3:
+            raise ValueError(f"model_kwargs: in_chans must be 3, images are RGB; got {given['in_chans']}")
         self.model_kwargs = given | any_size_arguments(name, given)
         out_indices = choose_maps(name, self.model_kwargs, strides)
         arguments: dict[str, Any] = {**self.model_kwargs, "features_only": True, "out_indices": out_indices}
@@ -120,6 +122,18 @@ class TimmFeatures(nn.Module):
             if original is not None:
                 names[own] = original
         return names
+
+
+def per_channel(name: str, given: list[float] | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    """A number for each of three channels: what is given, one for all of them or one each, or the backbone's own.
+
+    Raises:
+        ValueError: another number of values.
+    """
+    values = tuple(given or default)
+    if len(values) not in (1, 3):
+        raise ValueError(f"{name} must be 1 or 3 numbers, got {given!r}")
+    return values * 3 if len(values) == 1 else values
 
 
 def layer_decay_groups(features: TimmFeatures, prefix: str) -> Callable[[str], int]:

@@ -79,7 +79,6 @@ class SegmentationNetwork(nn.Module):
         super().__init__()
         self.network = network
         self.windows = windows
-        self.mean, self.std = encoder.features.mean, encoder.features.std
 
     def forward(self, x: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         """(B, 3, H, W) to logits (B, K, H, W); or images (3, h, w) each to its (K, h, w)."""
@@ -118,7 +117,7 @@ def create_segmenter(
     decoder: str = "upernet",
     decoder_kwargs: dict[str, Any] | None = None,
     backbone_kwargs: dict[str, Any] | None = None,
-    pyramid_channels: int = 256,
+    pyramid_channels: int | None = None,
     pretrained: bool = False,
     pretrained_path: str = "",
     windows: Windows = WHOLE_IMAGE,
@@ -131,18 +130,18 @@ def create_segmenter(
         decoder: one of `DECODERS`.
         decoder_kwargs: further arguments of the decoder's class in segmentation-models-pytorch.
         backbone_kwargs: further arguments of timm.create_model.
-        pyramid_channels: width of the simple feature pyramid that backbones of one stride get.
+        pyramid_channels: width of the simple feature pyramid that backbones of one stride get, 256 when not given.
         pretrained: start the backbone from its published weights.
         pretrained_path: start the backbone from this file of a classifier's weights (.safetensors, .pth).
         windows: how evaluation cuts images.
     Raises:
-        ValueError: unknown backbone or decoder, arguments that they do not take, maps at other strides, or weights that
-            are not the backbone's.
+        ValueError: unknown backbone or decoder, arguments that they do not take, maps at other strides, weights that
+            are not the backbone's, or pyramid_channels for a backbone that has the four strides.
     """
     if decoder not in DECODERS:
         raise ValueError(f"decoder must be one of {', '.join(DECODERS)}, got {decoder!r}")
     for name, value in (("num_classes", num_classes), ("pyramid_channels", pyramid_channels)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     features = TimmFeatures(
         backbone,
@@ -151,7 +150,9 @@ def create_segmenter(
         pretrained_path=pretrained_path,
         model_kwargs=backbone_kwargs,
     )
-    encoder = TimmEncoder(features, pyramid_channels=pyramid_channels)
+    if pyramid_channels is not None and len(features.strides) > 1:
+        raise ValueError(f"pyramid_channels must be left out with {backbone}, which has maps at {features.strides}")
+    encoder = TimmEncoder(features, pyramid_channels=pyramid_channels or 256)
     # the library takes any argument and ignores those that it does not know
     options = [name for name in inspect.signature(ARCHITECTURES[decoder]).parameters if name.startswith("decoder_")]
     for name in decoder_kwargs or {}:

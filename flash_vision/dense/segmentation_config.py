@@ -19,7 +19,8 @@ class SegmentationConfig(TaskConfig):
     Args:
         decoder: of segmentation-models-pytorch.
         decoder_kwargs: its further arguments, for example '{"decoder_channels": 128}'.
-        pyramid_channels: width of the simple feature pyramid that models of one stride get (ViT, flash_gau).
+        pyramid_channels: width of the simple feature pyramid that models of one stride get (ViT, flash_gau), 256 when
+            not given; to be left out with other models.
         classes: YAML or JSON file with names, palette, ignore_index (255 when left out) and reduce_zero_label, or these
             themselves as a mapping.
         train_split: split that is trained on: data_dir/SPLIT/images with SPLIT/labels, or images/SPLIT with
@@ -36,13 +37,13 @@ class SegmentationConfig(TaskConfig):
         smoothing: label smoothing, in [0, 1).
         dice_weight: weight of the Dice loss beside the cross entropy.
         window: (height, width) of the windows that evaluation cuts an image into; whole images when not given.
-        window_overlap: least share of a window that its neighbour covers too, in [0, 1).
+        window_overlap: least share of a window that its neighbour covers too, in [0, 1); a third when not given.
         eval_metric: what "best" means: miou, mean_accuracy, pixel_accuracy or loss.
     """
 
     decoder: Decoder = "upernet"
     decoder_kwargs: dict[str, Any] = field(default_factory=dict)
-    pyramid_channels: int = 256
+    pyramid_channels: int | None = None
     classes: str | dict[str, Any] = ""
     train_split: str = "train"
     val_split: str = "validation"
@@ -55,7 +56,7 @@ class SegmentationConfig(TaskConfig):
     smoothing: float = 0.0
     dice_weight: float = 0.0
     window: tuple[int, int] | None = None
-    window_overlap: float = 1 / 3
+    window_overlap: float | None = None
     eval_metric: Literal["miou", "mean_accuracy", "pixel_accuracy", "loss"] = "miou"
 
     def check(self) -> None:
@@ -70,10 +71,11 @@ class SegmentationConfig(TaskConfig):
         for name in ("hflip", "photometric"):
             require(name, 0 <= getattr(self, name) <= 1, "in [0, 1]", getattr(self, name))
         require("smoothing", 0 <= self.smoothing < 1, "in [0, 1)", self.smoothing)
-        require("pyramid_channels", self.pyramid_channels >= 1, "at least 1", self.pyramid_channels)
         require("dice_weight", self.dice_weight >= 0, "at least 0", self.dice_weight)
         require("fsdp", not self.fsdp, "false for segmentation", self.fsdp)
         assert self.windows  # checks itself
+        used = self.window_overlap is None or self.window is not None
+        require("window_overlap", used, "left out without window", self.window_overlap)
 
     @property
     def class_set(self) -> ClassSet:
@@ -83,7 +85,7 @@ class SegmentationConfig(TaskConfig):
     @property
     def windows(self) -> Windows:
         """How evaluation cuts images."""
-        return Windows(size=self.window, overlap=self.window_overlap)
+        return windows_of(self.window, self.window_overlap)
 
     @property
     def backbone_kwargs(self) -> dict[str, Any]:
@@ -101,13 +103,13 @@ class SegmentationSidecar:
         model_kwargs: its further arguments, plain JSON data.
         decoder: name of the decoder.
         decoder_kwargs: its further arguments, plain JSON data.
-        pyramid_channels: width of the simple feature pyramid of a backbone of one stride.
+        pyramid_channels: width of the simple feature pyramid of a backbone of one stride; None for 256 or no such.
         classes: names, palette, ignore_index and reduce_zero_label.
         mean: per channel mean, of images scaled to [0, 1].
         std: per channel standard deviation, of images scaled to [0, 1].
         short_side: pixels of an image's shorter side; None for its own.
         window: (height, width) of the windows; None for whole images.
-        window_overlap: share of a window that its neighbour covers too.
+        window_overlap: least share of a window that its neighbour covers too; None for a third.
     Raises:
         ValueError: another task, or a field that does not fit.
     """
@@ -117,13 +119,13 @@ class SegmentationSidecar:
     model_kwargs: dict[str, Any]
     decoder: str
     decoder_kwargs: dict[str, Any]
-    pyramid_channels: int
+    pyramid_channels: int | None
     classes: dict[str, Any]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     short_side: int | None
     window: tuple[int, int] | None
-    window_overlap: float
+    window_overlap: float | None
 
     def __post_init__(self) -> None:
         require("task", self.task == "segmentation", "segmentation", self.task)
@@ -146,4 +148,9 @@ class SegmentationSidecar:
     @property
     def windows(self) -> Windows:
         """How an image is cut."""
-        return Windows(size=self.window, overlap=self.window_overlap)
+        return windows_of(self.window, self.window_overlap)
+
+
+def windows_of(size: tuple[int, int] | None, overlap: float | None) -> Windows:
+    """The windows with the overlap where it is given."""
+    return Windows(size=size) if overlap is None else Windows(size=size, overlap=overlap)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from flash_vision.dense.segmentation_metrics import ConfusionMatrix
 from flash_vision.dense.segmentation_pictures import class_shares
 from flash_vision.dense.segmentation_task import resize_logits
 from flash_vision.train.model_source import read_weights, resolve_device
-from flash_vision.train.predict import decode_file, find_images
+from flash_vision.train.predict import decode_file
 from flash_vision.train.sidecar import read_sidecar_as, sidecar_path
 from flash_vision.train.validate import AmpDtype
 
@@ -124,21 +124,27 @@ def load_segmenter(checkpoint: str, *, use_ema: bool = True, windows: dict[str, 
 
 
 def load_configured(config: SegmentConfig) -> LoadedSegmenter:
-    """The network of the configuration, with its windows and short side where they are given."""
+    """The network of the configuration, with its windows and short side where they are given.
+
+    Raises:
+        ValueError: see `load_segmenter`; or an overlap of windows where there are none.
+    """
     given = {"short_side": config.short_side, "window": config.window, "window_overlap": config.window_overlap}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if config.whole_image:
         changes["window"] = None
-    return load_segmenter(config.checkpoint, use_ema=config.use_ema, windows=changes)
+    loaded = load_segmenter(config.checkpoint, use_ema=config.use_ema, windows=changes)
+    if config.window_overlap is not None and loaded.sidecar.window is None:
+        raise ValueError(f"window_overlap must be left out without windows, got {config.window_overlap}")
+    return loaded
 
 
-def segment(config: SegmentConfig, loaded: LoadedSegmenter) -> Iterator[Segmented]:
-    """The classes of each image, in the order the images were given.
+def segment(config: SegmentConfig, loaded: LoadedSegmenter, files: Sequence[str]) -> Iterator[Segmented]:
+    """The classes of each image, in the order of the files.
 
     Raises:
         ValueError: an image that cannot be read (unless skip_corrupt); the message names it.
     """
-    files = find_images(config.images)
     device = resolve_device(config.device)
     model = loaded.model.to(device)
     for file in tqdm(files, unit="image", disable=None, leave=False):
@@ -179,23 +185,34 @@ class Comparison:
 
     Args:
         folder: of PNG files with the names of the images.
+        files: the images that will be compared.
+    Raises:
+        ValueError: an image without a label map.
     """
 
-    def __init__(self, folder: str, classes: ClassSet) -> None:
+    def __init__(self, folder: str, classes: ClassSet, files: Sequence[str]) -> None:
         self.folder, self.classes = Path(folder), classes
+        missing = [file for file in files if not self.path(file).is_file()]
+        if missing:
+            raise ValueError(
+                f"{missing[0]}: image without a label map {self.path(missing[0])} ({len(missing)} of {len(files)})"
+            )
         self.confusion = ConfusionMatrix(classes.num_classes)
         self.images = 0
+
+    def path(self, file: str) -> Path:
+        """The label map of an image."""
+        return self.folder / f"{Path(file).stem}.png"
 
     def add(self, result: Segmented) -> None:
         """Counts one image.
 
         Raises:
-            ValueError: its label map is missing, cannot be read, or is of another size.
+            CorruptImageError: its label map does not decode.
+            ValueError: its label map holds what is no class, or is of another size.
         """
         assert result.image is not None
-        path = self.folder / f"{Path(result.file).stem}.png"
-        if not path.is_file():
-            raise ValueError(f"{result.file}: image without a label map ({path})")
+        path = self.path(result.file)
         truth = read_label_map(path, self.classes)
         check_size(result.image, truth, Pair(Path(result.file), path))
         self.confusion.update(torch.from_numpy(result.labels), torch.from_numpy(truth))

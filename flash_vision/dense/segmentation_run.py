@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from flash_vision.dense.features import per_channel
 from flash_vision.dense.segmentation import SegmentationLoss, SegmentationNetwork, create_segmenter
 from flash_vision.dense.segmentation_config import SegmentationConfig, SegmentationSidecar
 from flash_vision.dense.segmentation_data import JointAugment, Pair, PairSamples, check_pairs, find_pairs
@@ -41,7 +42,8 @@ def build(config: SegmentationConfig, processes: Processes, stop: StopRequest) -
 
     set_seed("weights", config.seed)
     model = create_model(config)
-    mean, std = normalisation(config, model)
+    mean = per_channel("mean", config.mean, model.features.mean)
+    std = per_channel("std", config.std, model.features.std)
     dtype = getattr(torch, config.model_dtype)
     model.to(device=processes.device, dtype=dtype)
     if config.channels_last:
@@ -97,22 +99,13 @@ def create_model(config: SegmentationConfig) -> SegmentationNetwork:
     return model
 
 
-def normalisation(config: SegmentationConfig, model: SegmentationNetwork) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel, of images scaled to [0, 1]: those given, else the backbone's own."""
-    mean, std = (list(getattr(config, name) or getattr(model, name)) for name in ("mean", "std"))
-    for name, value in (("mean", mean), ("std", std)):
-        if len(value) != 3:
-            raise ValueError(f"{name} must be three numbers, got {value}")
-    return mean, std
-
-
 class Prepare:
     """Moves a batch to the device and normalises its images there, stacked ones or a list of several sizes."""
 
     def __init__(
         self,
-        mean: list[float],
-        std: list[float],
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -136,7 +129,7 @@ class Prepare:
         return images.to(self.device, non_blocking=True).to(self.dtype).sub_(self.mean).div_(self.std)
 
 
-def make_sidecar(config: SegmentationConfig, mean: list[float], std: list[float]) -> SegmentationSidecar:
+def make_sidecar(config: SegmentationConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> SegmentationSidecar:
     """What model.json says about the weights."""
     return SegmentationSidecar(
         task="segmentation",
@@ -146,8 +139,8 @@ def make_sidecar(config: SegmentationConfig, mean: list[float], std: list[float]
         decoder_kwargs=config.decoder_kwargs,
         pyramid_channels=config.pyramid_channels,
         classes=config.class_set.as_dict(),
-        mean=tuple(mean),
-        std=tuple(std),
+        mean=mean,
+        std=std,
         short_side=config.short_side,
         window=config.window,
         window_overlap=config.window_overlap,

@@ -28,7 +28,7 @@ FREE_FIELDS = frozenset(
         "data_dir", "device", "workers", "validation_batch_size", "batch_size", "grad_accum_steps", "global_batch_size",
         "output", "experiment", "log_interval", "recovery_interval", "keep_every", "tensorboard", "log_wandb",
         "wandb_project", "curves", "max_corrupt_fraction", "max_nonfinite_steps", "fsdp", "grad_checkpointing",
-        "torchcompile",
+        "torchcompile", "check_labels",
     }
 )  # fmt: skip
 

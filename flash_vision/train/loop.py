@@ -142,7 +142,7 @@ class Loop:
         progress.consumed += self.loader.images_per_update
         progress.step += 1
         if lost:
-            self._account(problems, of=self.loader.num_images, split="training")
+            self._account(problems)
         # with a loss scaler an infinite gradient is part of the search for the scale, which the scaler deals with
         if math.isfinite(mean_loss) and (math.isfinite(mean_norm) or self.scaler.is_enabled()):
             progress.nonfinite = 0
@@ -188,9 +188,9 @@ class Loop:
             raise TrainingError(f"{what}; {limit} updates in a row were skipped before it. Its images: {shown}")
         self.reporter.say(f"warning: {what}; update skipped ({progress.nonfinite} of {limit} in a row)")
 
-    def _account(self, problems: list[Problem], *, of: int, split: str) -> None:
-        """Notes the unreadable images of all processes; too many of the `of` images end the run."""
-        corrupt, limit = self.progress.corrupt, self.config.max_corrupt_fraction
+    def _account(self, problems: list[Problem]) -> None:
+        """Notes the unreadable images of all processes; too many, measured by the training images, end the run."""
+        corrupt, limit, of = self.progress.corrupt, self.config.max_corrupt_fraction, self.loader.num_images
         for name, reason in (problem for part in self.processes.gather(problems) for problem in part):
             if name not in corrupt:
                 corrupt[name] = reason
@@ -199,7 +199,7 @@ class Loop:
         if len(corrupt) > limit * of:
             raise TrainingError(
                 f"step {self.progress.step}: {len(corrupt)} images could not be read, more than max_corrupt_fraction "
-                f"{limit} of {of} in the {split} split; the last: {next(reversed(corrupt))}"
+                f"{limit} of the {of} training images; the last: {next(reversed(corrupt))}"
             )
 
     def _report(self, loss: float, norm: float, parts: Metrics) -> None:
@@ -235,9 +235,9 @@ class Loop:
                     return False
                 found, problems = result
                 metrics |= {f"{name}{suffix}": value for name, value in found.items()}
-                self._account(problems, of=self.loader.num_images, split="validation")
+                self._account(problems)
             self.metrics = metrics
-            value = metrics[self.eval_metric + ("_ema" if self.task.has_ema() else "")]
+            value = self._decisive(metrics)
             better = progress.best is None or (value < progress.best) == (self.eval_metric == "loss")
             if better and value != progress.best:
                 progress.best = value
@@ -250,6 +250,16 @@ class Loop:
         progress.epoch, progress.consumed = done, 0
         self._save(tuple(names), export=evaluated)
         return True
+
+    def _decisive(self, metrics: Metrics) -> float:
+        """The metric that decides what "best" means."""
+        name = self.eval_metric + ("_ema" if self.task.has_ema() else "")
+        if name not in metrics:
+            raise TrainingError(
+                f"step {self.progress.step}: eval_metric {name} cannot be computed from the validation split, which "
+                f"gave {', '.join(metrics) or 'nothing'}"
+            )
+        return metrics[name]
 
     def _save(self, keep_as: tuple[str, ...] = (), *, export: bool = False) -> None:
         """Writes a checkpoint and, if asked, the weights for users; a failure is reported and the run goes on."""

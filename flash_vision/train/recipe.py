@@ -85,7 +85,8 @@ class LoaderConfig:
         workers: loader processes per process; 0 loads in the training process.
         mean: per channel mean for normalisation; the model's own when not given.
         std: per channel standard deviation; the model's own when not given.
-        max_corrupt_fraction: share of the data set that may fail to decode before the run stops, in [0, 1].
+        max_corrupt_fraction: unreadable images, of both splits, that are borne before the run stops, as a share of the
+            training images, in [0, 1].
         seed: of weights, order and augmentation.
     """
 

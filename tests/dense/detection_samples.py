@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from flash_vision.dense.detection import build
-from flash_vision.dense.detection_config import DetectionConfig
+from flash_vision.dense.detection_config import TWO_STAGE, DetectionConfig
 from flash_vision.train.loop import Loop
 from flash_vision.train.parallel import Processes
 from flash_vision.train.reporting import read_metrics
@@ -20,7 +20,7 @@ CATEGORIES = [{"id": 3, "name": "square"}, {"id": 90, "name": "bar"}]  # ids wit
 FEW = {"rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 20, "box_batch_size_per_image": 16}
 TINY: dict[str, Any] = {
     "model": "test_resnet", "detector": "faster_rcnn", "detector_kwargs": FEW, "min_size": 48, "max_size": 96,
-    "neck_channels": 16, "box_head_dim": 32, "mask_head_dim": 32, "train_json": "train.json", "train_images": "images",
+    "neck_channels": 16, "train_json": "train.json", "train_images": "images",
     "val_json": "val.json", "val_images": "images", "train_min_sizes": [40, 56], "photometric": 0.5, "batch_size": 2,
     "workers": 0, "epochs": 2, "warmup_epochs": 0, "lr": 1e-3, "log_interval": 1, "recovery_interval": 0,
     "device": "cpu", "curves": False, "tensorboard": False, "seed": 1,
@@ -74,7 +74,12 @@ def change(file: Path, change: Any) -> Path:
 
 def config(data: Path, folder: Path, **settings: Any) -> DetectionConfig:
     chosen = copy.deepcopy(TINY) | {"data_dir": str(data), "output": str(folder.parent), "experiment": folder.name}
-    return DetectionConfig(**{**chosen, **settings})
+    chosen |= settings
+    if chosen["detector"] in TWO_STAGE:
+        chosen.setdefault("box_head_dim", 32)
+    if chosen["detector"] == "mask_rcnn":
+        chosen.setdefault("mask_head_dim", 32)
+    return DetectionConfig(**chosen)
 
 
 def make_loop(settings: DetectionConfig, stop: StopRequest | None = None) -> Loop:

@@ -114,10 +114,16 @@ def add(**fields):
         (add(segmentation={"size": [48, 64], "counts": "abc"}), r"annotation 999: the mask's size is \[48, 64\]"),
         (add(segmentation={"size": [56, 40], "counts": [5, 5]}), "annotation 999: run lengths must .* add up to 2240"),
         (add(segmentation={"size": [56, 40], "counts": [-10, 2250]}), "annotation 999: run lengths must be at least 0"),
-        (add(segmentation={"size": [56, 40], "counts": SMALL_MASK}), r"999: run lengths are of no mask of size \[56, 40"),
+        (
+            add(segmentation={"size": [56, 40], "counts": SMALL_MASK}),
+            r"999: run lengths are of no mask of size \[56, 40",
+        ),
         (add(segmentation={"size": [56, 40], "counts": "hello world"}), "annotation 999: run lengths are of no mask"),
         (add(segmentation={"size": 5, "counts": [5]}), "annotation 999: the mask's size is 5"),
-        (add(segmentation=[[2, 2, 7, 2, float("nan"), 7]]), "annotation 999: segmentation must be polygons of .* finite"),
+        (
+            add(segmentation=[[2, 2, 7, 2, float("nan"), 7]]),
+            "annotation 999: segmentation must be polygons of .* finite",
+        ),
         (add(segmentation=[["2", 2, 7, 2, 7, 7]]), "annotation 999: segmentation must be polygons of three finite"),
         (add(area=-5), "annotation 999: area must be at least 0, got -5"),
         (add(area="25"), "annotation 999: area must be at least 0, got '25'"),

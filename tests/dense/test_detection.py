@@ -13,14 +13,15 @@ from PIL import Image
 from tool_process import TOOLS, run_tool
 
 from flash_vision.dense.coco_data import CocoSamples, read_coco
+from flash_vision.dense.coco_eval import coco_results
 from flash_vision.dense.detection import DetectionTask, collate_lists, create_detector, read_splits, to_device
 from flash_vision.dense.detection_augment import DetectionAugment
 from flash_vision.dense.detection_config import DetectionConfig
 from flash_vision.dense.detection_model import fitted_size
-from flash_vision.dense.detection_predict import DetectConfig, detect, load_detector
+from flash_vision.dense.detection_predict import DetectConfig, detect, draw, load_detector
 from flash_vision.dense.draw import draw_detections
 from flash_vision.dense.features import TimmFeatures
-from flash_vision.train.signals import StopRequest
+from flash_vision.train.signals import StopRequest, TrainingError
 
 CPU = torch.device("cpu")
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -88,7 +89,7 @@ def test_every_detector_trains_and_predicts_at_odd_and_mixed_sizes_with_and_with
     assert torch.isfinite(task([pairs[1][0]], [pairs[1][1]])["loss"])
 
 
-def test_an_image_of_125_instances_trains_a_mask_rcnn_and_is_found_again(data, tmp_path):
+def test_an_image_of_125_instances_is_trained_on_and_as_many_are_found_drawn_and_listed(data, tmp_path):
     folder = SHARED / "pypi_samples"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there")
@@ -105,7 +106,10 @@ def test_an_image_of_125_instances_trains_a_mask_rcnn_and_is_found_again(data, t
     )
     pixels = torch.from_numpy(np.asarray(Image.open(folder / "stardist_img2d.png").convert("RGB")).copy())
     target = {"boxes": boxes, "labels": torch.ones(125, dtype=torch.int64), "masks": masks, "image_id": 1}
-    settings = config(data, tmp_path / "run", **MASKS, min_size=256, max_size=256, train_min_sizes=[])
+    many = {"rpn_post_nms_top_n_train": 40, "rpn_post_nms_top_n_test": 300, "rpn_nms_thresh": 0.99}
+    many |= {"box_detections_per_img": 150, "box_score_thresh": 0.0, "box_nms_thresh": 0.99}
+    chosen = {"detector": "mask_rcnn", "detector_kwargs": many, "train_min_sizes": []}
+    settings = config(data, tmp_path / "run", **chosen, min_size=256, max_size=256)
     augment = DetectionAugment(settings, fill=(0.0, 0.0, 0.0))
     image, smaller = augment(pixels.permute(2, 0, 1), target)
     assert image.shape == (3, 256, 256)
@@ -114,6 +118,12 @@ def test_an_image_of_125_instances_trains_a_mask_rcnn_and_is_found_again(data, t
     result = task([image / 255], [smaller])
     result["loss"].backward()
     assert torch.isfinite(result["loss"])
+    detector, spec = create_detector(settings, read_splits(settings, masks=True)[0])
+    with torch.inference_mode():
+        (found,) = detector.eval()([image / 255])
+    assert len(found["boxes"]) == 150
+    assert len(coco_results(found, 1, spec.category_ids)) == 150
+    assert draw(image, found, spec, 0.0).ndim == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale_jitter": [0.3, 2.0], "crop_size": 64, "train_min_sizes": []}])
@@ -228,6 +238,14 @@ def test_an_image_that_cannot_be_read_is_replaced_counted_and_left_out(tmp_path)
     assert [r["corrupt"] for r in found if r["kind"] == "train"][-1] == 2
 
 
+def test_a_run_whose_validation_images_with_objects_cannot_be_read_ends_with_the_reason(tmp_path):
+    data = write_set(tmp_path / "set")
+    change(data / "val.json", lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] == 7]))
+    (data / "images" / "7.png").write_bytes(b"no image")
+    with pytest.raises(TrainingError, match="eval_metric box_map cannot be computed from the validation split"):
+        run(config(data, tmp_path / "run", epochs=1, max_corrupt_fraction=0.5))
+
+
 def test_images_without_objects_are_trained_on_or_skipped(tmp_path):
     data = write_set(tmp_path / "set")
     change(data / "train.json", lambda c: c.update(annotations=[a for a in c["annotations"] if a["image_id"] > 1]))
@@ -246,6 +264,10 @@ def test_images_without_objects_are_trained_on_or_skipped(tmp_path):
         ({"detector": "fcos", "neck_channels": 64, "anchor_scale": 3.0}, "anchor_scale must be left out with fcos"),
         ({"min_size": 100}, r"max_size must be at least min_size \(100\), got 96"),
         ({"fsdp": True}, "fsdp must be false in detection"),
+        ({"detector": "retinanet", "box_head_dim": 64}, "box_head_dim must be left out with retinanet"),
+        ({"detector": "faster_rcnn", "mask_head_dim": 64}, "mask_head_dim must be left out with faster_rcnn"),
+        ({"crop_size": 64}, "crop_size must be left out without scale_jitter, got 64"),
+        ({"model_kwargs": {"in_chans": 1}}, "model_kwargs: in_chans must be 3"),
         ({"model_dtype": "bfloat16"}, "model_dtype must be float32 in detection"),
         ({"scale_jitter": (0.1, 2.0)}, "train_min_sizes must be left out with scale_jitter"),
         ({"data_dir": ""}, "data_dir must be given"),
@@ -287,8 +309,9 @@ def test_what_is_found_is_listed_drawn_and_evaluated(data, tmp_path):
     chosen = {"checkpoint": str(settings.folder / "model.safetensors"), "device": "cpu", "score_threshold": 0.0}
     files = [str(tmp_path / "broken.png"), str(data / "images" / "1.png")]
     outputs = {"picture_dir": str(tmp_path / "pictures"), "json_file": str(tmp_path / "found.json")}
-    found, figures = detect(DetectConfig(images=files, **chosen, **outputs, skip_corrupt=True))
-    assert figures == {}
+    search = detect(DetectConfig(images=files, **chosen, **outputs, skip_corrupt=True))
+    found = search.detections
+    assert search.figures == {}
     assert found[0].error == "not an image"
     assert found[1].objects
     listed = json.loads((tmp_path / "found.json").read_text())
@@ -299,13 +322,34 @@ def test_what_is_found_is_listed_drawn_and_evaluated(data, tmp_path):
         detect(DetectConfig(images=files, **chosen))
     outputs = {"coco_file": str(tmp_path / "results.json"), "metrics_file": str(tmp_path / "metrics.json")}
     settings_of_set = {"images": [str(data / "images")], "annotations": str(data / "val.json")}
-    _, figures = detect(DetectConfig(**settings_of_set, **chosen, **outputs))
+    search = detect(DetectConfig(**settings_of_set, **chosen, **outputs))
     logged = [record for record in records(settings) if record["kind"] == "eval"][-1]
-    assert figures == {name: logged[name] for name in figures}
+    assert search.figures == {name: logged[name] for name in search.figures}
+    assert json.loads((tmp_path / "metrics.json").read_text()) == {"images": 3, **search.figures}
+    assert search.annotated["images"] == 3
     results = json.loads((tmp_path / "results.json").read_text())
     assert {row["image_id"] for row in results} <= {6, 7, 8}
     assert {row["category_id"] for row in results} <= {3, 90}
     assert results[0]["segmentation"]["size"]
+
+
+def test_an_image_of_another_size_than_its_annotations_is_no_part_of_the_figures(data, tmp_path):
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    with Image.open(data / "images" / "7.png") as image:
+        image.resize((128, 96)).save(data / "images" / "7.png")
+    chosen = {"checkpoint": str(settings.folder / "model.safetensors"), "device": "cpu"}
+    chosen |= {"images": [str(data / "images")], "annotations": str(data / "val.json")}
+    with pytest.raises(ValueError, match=r"7.png: height and width are \(96, 128\), in the annotations \(48, 64\)"):
+        detect(DetectConfig(**chosen))
+    metrics_file = tmp_path / "metrics.json"
+    search = detect(DetectConfig(**chosen, skip_corrupt=True, metrics_file=str(metrics_file)))
+    assert [found.error is None for found in search.detections] == [True, False, True]
+    assert json.loads(metrics_file.read_text())["images"] == 2
+    for name in ("6", "7", "8"):
+        (data / "images" / f"{name}.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"val.json: none of its 3 images can be read"):
+        detect(DetectConfig(**chosen, skip_corrupt=True))
 
 
 def test_a_caption_that_would_hide_another_one_or_an_object_is_left_out():

@@ -18,6 +18,7 @@ from flash_vision.dense.segmentation_classes import read_label_map
 from flash_vision.dense.segmentation_config import SegmentationConfig
 from flash_vision.dense.segmentation_predict import SegmentConfig, load_configured, load_segmenter, segment
 from flash_vision.dense.segmentation_run import create_model
+from flash_vision.train.predict import find_images
 from flash_vision.train.reporting import read_metrics
 
 CONFIGS = TOOLS.parent / "configs"
@@ -93,7 +94,7 @@ def segmented(trained, images, **settings):
     chosen = SegmentConfig(
         checkpoint=str(trained / "model.safetensors"), output_dir="unused", images=[str(images)], **settings
     )
-    return [result.labels for result in segment(chosen, load_configured(chosen))]
+    return [result.labels for result in segment(chosen, load_configured(chosen), find_images(chosen.images))]
 
 
 def test_segment_in_windows_that_cover_everything_equals_whole_images(trained, data):
@@ -150,22 +151,36 @@ def test_segment_names_and_counts_what_it_cannot_read(trained, data, tmp_path):
     weights, image = trained / "model.safetensors", data / "val" / "images" / "00.jpg"
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"no image")
-    to_folder = ("--checkpoint", weights, "--output_dir", tmp_path)
+    to_folder = ("--checkpoint", weights, "--output_dir", tmp_path / "out")
     assert "broken.jpg: not an image" in run_tool("segment", *to_folder, broken).refused()
     done = run_tool("segment", *to_folder, "--skip_corrupt", "true", broken, image)
     assert done.code == 0, done.stderr
     assert "1 of 2 files could not be read" in done.stderr
-    records = json.loads((tmp_path / "results.json").read_text())["images"]
+    records = json.loads((tmp_path / "out" / "results.json").read_text())["images"]
     assert [set(record) for record in records] == [{"file", "error"}, {"file", "shares"}]
     assert (
         "output_dir must be another folder"
         in run_tool("segment", "--checkpoint", weights, "--output_dir", image.parent, image).refused()
     )
     same_name = data / "train" / "images" / "00.jpg"
-    assert "has the name of" in run_tool("segment", *to_folder, image, same_name).refused()
+    refused = run_tool("segment", *to_folder, image, same_name).refused()
+    assert f"{same_name} and {image} would both be written to 00.png" in refused
+    twin = tmp_path / "00_overlay.jpg"
+    twin.write_bytes(image.read_bytes())
+    assert "would both be written to 00_overlay.png" in run_tool("segment", *to_folder, twin, image).refused()
+    overlap = run_tool("segment", *to_folder, "--window_overlap", 0.5, image).refused()
+    assert "window_overlap must be left out without windows, got 0.5" in overlap
     (tmp_path / "empty").mkdir()
     compare = ("--checkpoint", weights, "--labels", tmp_path / "empty")
     assert "image without a label map" in run_tool("segment", *compare, image).refused()
+    for name in ("00", "01"):
+        (tmp_path / "empty" / f"{name}.png").write_bytes((data / "val" / "labels" / f"{name}.png").read_bytes())
+    (tmp_path / "empty" / "01.png").write_bytes(b"no image")
+    two = (image.parent / "00.jpg", image.parent / "01.jpg")
+    assert "01.png: cannot be read" in run_tool("segment", *compare, *two).refused()
+    rest = run_tool("segment", *compare, "--skip_corrupt", "true", *two)
+    assert "1 images: miou" in rest.stdout
+    assert "1 of 2 files could not be read, the first: " in rest.stderr
 
 
 def test_a_run_that_is_stopped_in_mid_epoch_and_continued_gives_what_it_would_have_given(tmp_path, data):
@@ -250,13 +265,15 @@ def test_a_class_without_a_pixel_is_said(tmp_path, data):
         ({"model": "flash_pyramid_pico"}, "unknown model 'flash_pyramid_pico'"),
         ({"crop_size": (0, 3)}, "crop_size must be (height, width) of at least 1"),
         ({"window": (0, 3)}, "window must be (height, width) of at least 1 pixel"),
-        ({"window_overlap": 1.0}, "window_overlap must be in [0, 1)"),
+        ({"window": (32, 32), "window_overlap": 1.0}, "window_overlap must be in [0, 1)"),
+        ({"window_overlap": 0.5}, "window_overlap must be left out without window, got 0.5"),
+        ({"model": "flash_pyramid_nano", "pyramid_channels": 64}, "pyramid_channels must be left out with flash_py"),
         ({"scale": (2.0, 0.5)}, "scale must be (low, high)"),
         ({"hflip": 1.5}, "hflip must be in [0, 1]"),
         ({"short_side": 0}, "short_side must be at least 1"),
         ({"fsdp": True}, "fsdp must be false for segmentation"),
         ({"batch_size": 99}, "batch_size must leave an update of at most 12 images"),
-        ({"mean": [0.5]}, "mean must be three numbers"),
+        ({"mean": [0.5, 0.5]}, "mean must be 1 or 3 numbers"),
     ],
 )
 def test_a_mistake_is_refused_by_name_and_leaves_nothing_behind(tmp_path, data, settings, message):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import timm
 from torch import nn
 
 PAGE = Path(__file__).parents[2] / "docs" / "other_tools.md"
@@ -36,3 +37,6 @@ def test_the_snippet_of_a_section_runs(title, tmp_path, monkeypatch):
         names = {"__name__": "snippet"}
         exec(code, names)
         assert any(isinstance(value, nn.Module) for value in names.values())  # it has built something
+        if "encoder_in_channels" in code:
+            channels = timm.create_model("flash_pyramid_tiny", features_only=True).feature_info.channels()
+            assert names["detector"].config.encoder_in_channels == channels[1:]

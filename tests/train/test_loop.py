@@ -65,7 +65,7 @@ def test_too_many_corrupt_images_end_the_run(tmp_path):
         file.write_bytes(b"no image")
     run = start(tmp_path / "run", data, max_corrupt_fraction=0.1)
     assert run.finish() == 3
-    assert "more than max_corrupt_fraction 0.1 of 48" in run.output
+    assert "more than max_corrupt_fraction 0.1 of the 48 training images" in run.output
     assert "Traceback" not in run.output
 
 
