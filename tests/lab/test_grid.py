@@ -12,7 +12,8 @@ from flash_vision.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "lab"
 shipped = functools.cache(lambda name: load_grid(CONFIGS / f"{name}.yaml"))
-SHIPPED = ("screening", "stability", "finals", "finals_eurosat", "pyramid", "pyramid_eurosat")
+CHOOSING = ("screening", "screening_pyramid", "screening_eurosat", "stability")
+SHIPPED = (*CHOOSING, "finals", "finals_eurosat", "pyramid", "pyramid_eurosat")
 
 
 def test_a_grid_is_variants_times_sweep_times_seeds_in_the_order_of_the_file(write_grid):
@@ -169,7 +170,7 @@ def test_the_variants_of_every_shipped_group_are_of_one_size(name):
 
 
 def test_every_shipped_grid_is_checked():
-    libraries = {"variants", "pyramids", "recipe"}
+    libraries = {"variants", "recipe", "recipe_eurosat"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED) | libraries
 
 
@@ -181,8 +182,24 @@ def test_variants_of_different_size_are_refused_with_both_sizes(write_grid):
         check_sizes(grid, runs, model_sizes(runs))
 
 
-def test_the_screening_and_the_stability_grid_never_see_a_test_image():
-    for name in ("screening", "stability"):
+def test_grids_that_something_is_chosen_by_never_see_a_test_image():
+    for name in CHOOSING:
         images = shipped(name).images
         assert images.evaluated_on == "validation"
         assert not images.test
+
+
+def test_the_learning_rate_of_a_family_reaches_every_variant_of_it(write_grid):
+    """A rate is edited in one place; a variant that did not follow would be compared unfairly."""
+    library = yaml.safe_load((CONFIGS / "variants.yaml").read_text())
+    families = {"vit-timm": 0.11, "mixed": 0.12, "quad": 0.13}
+    for name, lr in families.items():
+        library[name]["lr"] = lr
+    others = {"paper", "pyramid", "swin", "efficientvit"}
+    groups = {"all": {"question": "?", "variants": [name for name in library if name not in others]}}
+    runs = load_grid(write_grid(variants=library, groups=groups)).runs()
+    of_mixed = [run.label for run in runs if run.fields["lr"] == 0.12]
+    assert {run.fields["lr"] for run in runs} == set(families.values())
+    assert {"overlap", "local-overlap", "glu", "no-gate-softmax"} <= set(of_mixed)
+    assert all(run.fields["lr"] == 0.11 for run in runs if run.label.startswith("vit"))
+    assert all(run.fields["lr"] == 0.13 for run in runs if run.label.startswith("quad"))
