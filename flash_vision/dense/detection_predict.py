@@ -20,9 +20,9 @@ from flash_vision.dense.coco_data import CocoSamples, CocoSplit, read_coco
 from flash_vision.dense.coco_eval import MASK_THRESHOLD, CocoEvaluator, coco_results
 from flash_vision.dense.detection_model import Detector, DetectorSpec, build_detector
 from flash_vision.dense.draw import draw_detections, save_picture
-from flash_vision.train.model_source import read_weights, resolve_device
+from flash_vision.train.model_source import load_strictly, resolve_device
 from flash_vision.train.predict import decode_file, find_images
-from flash_vision.train.sidecar import read_sidecar_as, sidecar_path
+from flash_vision.train.sidecar import read_beside
 
 
 @dataclass(kw_only=True)
@@ -115,17 +115,9 @@ def load_detector(checkpoint: str, *, use_ema: bool = True) -> tuple[Detector, D
     Raises:
         ValueError: no such file, no description beside it, or weights of another detector.
     """
-    state = read_weights(checkpoint, use_ema=use_ema)
-    path = sidecar_path(checkpoint)
-    if not path.is_file():
-        raise ValueError(f"checkpoint {checkpoint}: there is no {path}")
-    spec = read_sidecar_as(DetectorSpec, path)
+    spec = read_beside(DetectorSpec, checkpoint)
     detector = build_detector(spec)
-    try:
-        detector.load_state_dict(state)
-    except RuntimeError as error:
-        problem = " ".join(str(error).split())[:200]
-        raise ValueError(f"checkpoint {checkpoint}: not of the detector in {path} ({problem})") from None
+    load_strictly(detector, checkpoint, use_ema=use_ema, what="the detector in its model.json")
     return detector.eval(), spec
 
 

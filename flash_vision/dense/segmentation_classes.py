@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from flash_vision.data.class_folder import CorruptImageError
+from flash_vision.train.recipe import require
 
 VOID = -1  # what a pixel without a class is in memory, whatever number it has in the files
 MAX_CLASSES = 32_000  # classes are int16 in memory
@@ -47,24 +48,24 @@ class ClassSet:
 
     def __post_init__(self) -> None:
         names = _sequence("names", self.names)
-        _require("names", 1 <= len(names) <= MAX_CLASSES, f"1 to {MAX_CLASSES} class names", len(names))
-        _require("names", all(isinstance(name, str) and name for name in names), "strings", names)
+        require("names", 1 <= len(names) <= MAX_CLASSES, f"1 to {MAX_CLASSES} class names", len(names))
+        require("names", all(isinstance(name, str) and name for name in names), "strings", names)
         twice = sorted({name for name in names if names.count(name) > 1})
-        _require("names", not twice, "different from each other", twice)
+        require("names", not twice, "different from each other", twice)
         palette = tuple(_sequence("palette", colour) for colour in _sequence("palette", self.palette))
-        _require(
+        require(
             "palette", len(palette) in (0, len(names)), f"a colour for each of the {len(names)} names", len(palette)
         )
         for colour in palette:
             valid = len(colour) == 3 and all(isinstance(value, int) and 0 <= value <= 255 for value in colour)
-            _require("palette", valid, "triples of integers from 0 to 255", list(colour))
+            require("palette", valid, "triples of integers from 0 to 255", list(colour))
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "palette", palette or distinct_colours(len(names)))
-        _require("reduce_zero_label", isinstance(self.reduce_zero_label, bool), "true or false", self.reduce_zero_label)
+        require("reduce_zero_label", isinstance(self.reduce_zero_label, bool), "true or false", self.reduce_zero_label)
         index = self.ignore_index
         taken = index is not None and index - self.reduce_zero_label in range(len(names))
         free = index is None or (isinstance(index, int) and 0 <= index < 2**16 and not taken)
-        _require("ignore_index", free, "null or a number from 0 to 65535 that is no class", index)
+        require("ignore_index", free, "null or a number from 0 to 65535 that is no class", index)
 
     @property
     def num_classes(self) -> int:
@@ -206,10 +207,5 @@ def distinct_colours(number: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    _require(name, isinstance(value, (list, tuple)), "a list", value)
+    require(name, isinstance(value, (list, tuple)), "a list", value)
     return tuple(value)
-
-
-def _require(name: str, holds: bool, constraint: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {constraint}, got {got!r}")

@@ -22,9 +22,9 @@ from flash_vision.dense.segmentation_data import Pair, as_image, check_size, res
 from flash_vision.dense.segmentation_metrics import ConfusionMatrix
 from flash_vision.dense.segmentation_pictures import class_shares
 from flash_vision.dense.segmentation_task import resize_logits
-from flash_vision.train.model_source import read_weights, resolve_device
+from flash_vision.train.model_source import load_strictly, resolve_device
 from flash_vision.train.predict import decode_file
-from flash_vision.train.sidecar import read_sidecar_as, sidecar_path
+from flash_vision.train.sidecar import read_beside
 from flash_vision.train.validate import AmpDtype
 
 
@@ -101,11 +101,7 @@ def load_segmenter(checkpoint: str, *, use_ema: bool = True, windows: dict[str, 
     Raises:
         ValueError: no such file, a model.json of something else, or weights of another network.
     """
-    state = read_weights(checkpoint, use_ema=use_ema)
-    path = sidecar_path(checkpoint)
-    if not path.is_file():
-        raise ValueError(f"checkpoint {checkpoint}: there is no {path.name} beside it")
-    sidecar = dataclasses.replace(read_sidecar_as(SegmentationSidecar, path), **(windows or {}))
+    sidecar = dataclasses.replace(read_beside(SegmentationSidecar, checkpoint), **(windows or {}))
     model = create_segmenter(
         sidecar.model,
         sidecar.class_set.num_classes,
@@ -115,11 +111,7 @@ def load_segmenter(checkpoint: str, *, use_ema: bool = True, windows: dict[str, 
         pyramid_channels=sidecar.pyramid_channels,
         windows=sidecar.windows,
     )
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"checkpoint {checkpoint}: not of the network in {path} ({reason})") from None
+    load_strictly(model, checkpoint, use_ema=use_ema, what="the network in its model.json")
     return LoadedSegmenter(model=model.eval(), sidecar=sidecar)
 
 

@@ -73,7 +73,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     num_classes = source.num_classes or (sidecar.num_classes if sidecar else None)
     model = _create(name, pretrained=not source.checkpoint, num_classes=num_classes, **kwargs)
     if source.checkpoint:
-        _load_strictly(model, name, source.checkpoint, use_ema=source.use_ema)
+        load_strictly(model, source.checkpoint, use_ema=source.use_ema, what=f"model {name}")
     width = getattr(model, "num_classes", 0)
     if not width:
         raise ValueError(f"model {name}: has no classifier (num_classes={width})")
@@ -198,8 +198,14 @@ def _create(name: str, *, pretrained: bool, **kwargs: Any) -> nn.Module:
         raise ValueError(f"model {name}: cannot be built ({first_line(error)})") from None
 
 
-def _load_strictly(model: nn.Module, name: str, checkpoint: str, *, use_ema: bool) -> None:
-    """Loads a state dict whose keys and shapes must equal the model's."""
+def load_strictly(model: nn.Module, checkpoint: str, *, use_ema: bool, what: str) -> None:
+    """Loads a state dict whose keys and shapes must equal the model's.
+
+    Args:
+        what: the model, for messages.
+    Raises:
+        ValueError: see `read_weights`; or weights of something else.
+    """
     state = read_weights(checkpoint, use_ema=use_ema)
     expected = model.state_dict()
     missing = sorted(expected.keys() - state.keys())
@@ -215,7 +221,7 @@ def _load_strictly(model: nn.Module, name: str, checkpoint: str, *, use_ema: boo
         shapes = f"{key} is {tuple(state[key].shape)}, the model has {tuple(expected[key].shape)}"
         problems.append(f"{len(reshaped)} of another shape (first: {shapes})")
     if problems:
-        raise ValueError(f"checkpoint {checkpoint}: not of model {name}: tensors {'; '.join(problems)}")
+        raise ValueError(f"checkpoint {checkpoint}: not of {what}: tensors {'; '.join(problems)}")
     model.load_state_dict(state, strict=True)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from flash_vision.data.files import write_text
+from flash_vision.train.recipe import require
 
 SIDECAR_NAME = "model.json"
 Sidecar = TypeVar("Sidecar")
@@ -50,18 +51,16 @@ class ModelSidecar:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require("model", isinstance(self.model, str) and self.model != "", "a model name", self.model)
-        _require("num_classes", _is_int(self.num_classes) and self.num_classes >= 1, "an int >= 1", self.num_classes)
+        require("model", isinstance(self.model, str) and self.model != "", "a model name", self.model)
+        require("num_classes", _is_int(self.num_classes) and self.num_classes >= 1, "an int >= 1", self.num_classes)
         for name in ("class_names", "input_size", "mean", "std"):
             value = getattr(self, name)
-            _require(name, isinstance(value, (list, tuple)), "a list", value)
+            require(name, isinstance(value, (list, tuple)), "a list", value)
             object.__setattr__(self, name, tuple(value))
         names, size = self.class_names, self.input_size
-        _require("class_names", all(isinstance(name, str) for name in names), "a list of strings", names)
-        _require(
-            "class_names", len(names) == self.num_classes, f"as long as num_classes={self.num_classes}", len(names)
-        )
-        _require(
+        require("class_names", all(isinstance(name, str) for name in names), "a list of strings", names)
+        require("class_names", len(names) == self.num_classes, f"as long as num_classes={self.num_classes}", len(names))
+        require(
             "input_size",
             len(size) == 3 and all(_is_int(side) and side >= 1 for side in size),
             "three ints >= 1 (channels, height, width)",
@@ -69,15 +68,15 @@ class ModelSidecar:
         )
         for name in ("mean", "std"):
             value = getattr(self, name)
-            _require(
+            require(
                 name, len(value) == size[0] and all(map(_is_number, value)), f"{size[0]} numbers, one a channel", value
             )
-        _require("std", all(value > 0 for value in self.std), "positive", self.std)
-        _require("interpolation", self.interpolation in INTERPOLATIONS, f"one of {INTERPOLATIONS}", self.interpolation)
-        _require("crop_pct", _is_number(self.crop_pct) and self.crop_pct > 0, "a number > 0", self.crop_pct)
+        require("std", all(value > 0 for value in self.std), "positive", self.std)
+        require("interpolation", self.interpolation in INTERPOLATIONS, f"one of {INTERPOLATIONS}", self.interpolation)
+        require("crop_pct", _is_number(self.crop_pct) and self.crop_pct > 0, "a number > 0", self.crop_pct)
         kwargs = self.model_kwargs
-        _require("model_kwargs", isinstance(kwargs, dict), "an object", kwargs)
-        _require("model_kwargs", "num_classes" not in kwargs, "without num_classes, a field of its own", kwargs)
+        require("model_kwargs", isinstance(kwargs, dict), "an object", kwargs)
+        require("model_kwargs", "num_classes" not in kwargs, "without num_classes, a field of its own", kwargs)
         try:
             json.dumps(kwargs)
         except TypeError as error:
@@ -103,6 +102,20 @@ def write_sidecar(path: str | Path, sidecar: Any) -> None:
 def read_sidecar(path: str | Path) -> ModelSidecar:
     """Reads the model.json of a classifier; see `read_sidecar_as`."""
     return read_sidecar_as(ModelSidecar, path)
+
+
+def read_beside(kind: Callable[..., Sidecar], checkpoint: str | Path) -> Sidecar:
+    """`read_sidecar_as` of the model.json beside a weights file.
+
+    Raises:
+        ValueError: there is no such weights file or nothing beside it, or see `read_sidecar_as`.
+    """
+    if not Path(checkpoint).is_file():
+        raise ValueError(f"checkpoint {checkpoint}: no such file")
+    path = sidecar_path(checkpoint)
+    if not path.is_file():
+        raise ValueError(f"checkpoint {checkpoint}: there is no {path.name} beside it")
+    return read_sidecar_as(kind, path)
 
 
 def read_sidecar_as(kind: Callable[..., Sidecar], path: str | Path) -> Sidecar:
@@ -137,8 +150,3 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _require(name: str, holds: bool, constraint: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {constraint}, got {got!r}")

@@ -140,7 +140,7 @@ def test_weights_of_another_network_or_task_are_refused(trained, tmp_path):
         load_segmenter(str(tmp_path / "model.safetensors"))
     content = json.loads((trained / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"not of the network in .*{re.escape(removed)}"):
+    with pytest.raises(ValueError, match=rf"not of the network in its model.json: .*1 missing .*{re.escape(removed)}"):
         load_segmenter(str(tmp_path / "model.safetensors"))
     (tmp_path / "model.json").write_text(json.dumps({**content, "task": "detection"}))
     with pytest.raises(ValueError, match="task must be segmentation, got 'detection'"):
