@@ -4,6 +4,8 @@ import functools
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 import yaml
 
 from flash_vision.lab.grid import load_grid, merged
@@ -96,12 +98,6 @@ def test_null_drops_a_model_argument_that_the_extended_variant_has(write_grid):
     assert base.fields["model_kwargs"]["num_heads"] == 2
 
 
-def test_null_stays_null_in_a_variant_that_extends_none(write_grid):
-    variants = {"vit": {"model": "test_vit", "model_kwargs": {"init_values": None}}, "vit-one-head": {"extends": "vit"}}
-    for run in load_grid(write_grid(variants=variants)).runs():
-        assert run.fields["model_kwargs"] == {"init_values": None}
-
-
 def test_the_recipe_and_the_variants_may_stand_in_files_of_their_own(write_grid, tmp_path):
     (tmp_path / "recipe.yaml").write_text("epochs: 9\nlr: 5.0e-3\n")
     (tmp_path / "nets.yaml").write_text(yaml.safe_dump({"other": {"model": "test_vit2"}}))
@@ -187,6 +183,20 @@ def test_grids_that_something_is_chosen_by_never_see_a_test_image():
         images = shipped(name).images
         assert images.evaluated_on == "validation"
         assert not images.test
+
+
+def test_the_vit_with_relative_positions_differs_in_nothing_else():
+    variants = shipped("screening").variants
+    names = {}
+    for name in ("vit-timm", "vit-relpos"):
+        with torch.device("meta"):
+            model = timm.create_model(variants[name]["model"], **variants[name]["model_kwargs"])
+        names[name] = {own: parameter.shape for own, parameter in model.named_parameters()}
+    positions = {own for own in names["vit-relpos"] if own.endswith("relative_position_bias_table")}
+    assert len(positions) == 6
+    assert {n: s for n, s in names["vit-relpos"].items() if n not in positions} == {
+        n: s for n, s in names["vit-timm"].items() if n != "pos_embed"
+    }
 
 
 def test_the_learning_rate_of_a_family_reaches_every_variant_of_it(write_grid):
