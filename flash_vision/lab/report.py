@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_vision.data.files import write_text, written_whole
-from flash_vision.lab.grid import Grid, load_grid
+from flash_vision.lab.grid import Grid, Run, load_grid
 from flash_vision.lab.results import FILE, Result, read_results
 from flash_vision.profiling.tables import markdown_table
 
@@ -49,7 +49,12 @@ def report_grid(options: ReportOptions) -> str:
     """
     grid = load_grid(options.grid)
     results = read_results(Path(options.output) / grid.name / FILE)
-    rows = {name: group_rows(grid, name, results, options.metric) for name in grid.groups}
+    runs = grid.runs()
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, group in grid.groups.items():
+        own = [run for run in runs if run.group == name]
+        # n is to be equal in a sweep
+        rows[name] = group_rows(own, own if group.sweep else runs, results, options.metric)
     noise = noise_of(rows)
     rows = {name: own for name, own in rows.items() if own and (not options.groups or name in options.groups)}
     if not rows:
@@ -62,16 +67,19 @@ def report_grid(options: ReportOptions) -> str:
     return text
 
 
-def group_rows(grid: Grid, group: str, results: dict[str, Result], metric: str = "top1") -> list[dict[str, Any]]:
+def group_rows(
+    runs: Sequence[Run], pool: Sequence[Run], results: dict[str, Result], metric: str
+) -> list[dict[str, Any]]:
     """A row for each variant of a group that has results: mean and sample deviation over the seeds, n, sizes, speed.
 
-    A variant that other groups ran with the same recipe and other seeds has those in its mean too, so that one unlucky
-    seed does not shift a dozen groups; in a group with a sweep it has not, for there n is to be equal. A run that
-    diverged has no accuracy: it is counted, not averaged. Speed and seconds are medians over the seeds.
+    A run that diverged has no accuracy: it is counted, not averaged. Speed and seconds are medians over the seeds.
+
+    Args:
+        runs: of the group.
+        pool: runs whose seeds count for a variant where they differ from its own in the seed alone: with those of the
+            whole grid one unlucky seed does not shift a dozen groups.
     """
-    own_runs = grid.runs([group])
-    settings = {run.label: run.setting for run in own_runs}
-    pool = own_runs if grid.groups[group].sweep else grid.runs()
+    settings = {run.label: run.setting for run in runs}
     suffix = metric.removeprefix("top1")
     rows: list[dict[str, Any]] = []
     for label, setting in settings.items():

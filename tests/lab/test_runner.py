@@ -18,7 +18,7 @@ from flash_vision.lab import resolution
 from flash_vision.lab.grid import load_grid
 from flash_vision.lab.plan import EMULATED_SPEED, SPEEDS, PlanOptions, model_key, plan_grid
 from flash_vision.lab.resolution import SIZES_FILE
-from flash_vision.lab.results import FILE, add_result, read_results
+from flash_vision.lab.results import FILE, add_result, code_tree, read_results
 from flash_vision.lab.runner import GridRunner, RunOptions, run_grid
 from flash_vision.train.reporting import read_metrics
 from flash_vision.train.signals import StopRequest
@@ -91,6 +91,7 @@ def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twic
     assert (result["threads"], result["evaluated_on"]) == (1, "validation")
     assert result["macs"] > result["parameters"] > 1000
     assert result["commit"]
+    assert result["tree"] == code_tree()
     assert (run / "model.safetensors").exists()
     assert not (run / "checkpoints").exists()
 
