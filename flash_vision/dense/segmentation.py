@@ -17,9 +17,10 @@ from flash_vision.dense.segmentation_inference import WHOLE_IMAGE, Windows, pred
 from flash_vision.dense.simple_pyramid import SimplePyramid
 from flash_vision.train.model_source import first_line
 
-Decoder = Literal["upernet", "fpn", "unet", "segformer"]
+Decoder = Literal["upernet", "fpn", "unet", "unetplusplus", "manet", "segformer"]
 DECODERS: tuple[str, ...] = get_args(Decoder)
-ARCHITECTURES: dict[str, Any] = {"upernet": smp.UPerNet, "fpn": smp.FPN, "unet": smp.Unet, "segformer": smp.Segformer}
+ARCHITECTURES: dict[str, Any] = {"upernet": smp.UPerNet, "fpn": smp.FPN, "unet": smp.Unet,
+                                 "unetplusplus": smp.UnetPlusPlus, "manet": smp.MAnet, "segformer": smp.Segformer}  # fmt: skip
 STRIDES = (4, 8, 16, 32)
 _PREFIX = "network.encoder.features."
 _ENTRY = "flash_vision"  # name of the encoder in the register of segmentation-models-pytorch, while one is built

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from timm.optim import create_optimizer_v2
 
-from flash_vision.dense.segmentation import SegmentationLoss, create_segmenter
+from flash_vision.dense.segmentation import DECODERS, SegmentationLoss, create_segmenter
 from flash_vision.dense.segmentation_inference import Windows, predict_logits, window_starts
 
 VOID = -1
@@ -16,6 +16,8 @@ SMALL = {
     "upernet": {"decoder_channels": 32},
     "fpn": {"decoder_pyramid_channels": 32, "decoder_segmentation_channels": 64},
     "unet": {"decoder_channels": [32, 16, 16, 8, 8]},
+    "unetplusplus": {"decoder_channels": [32, 16, 16, 8, 8]},
+    "manet": {"decoder_channels": [32, 16, 16, 8, 8], "decoder_pab_channels": 16},
     "segformer": {"decoder_segmentation_channels": 32},
 }
 
@@ -25,7 +27,7 @@ def network(backbone="test_convnext", decoder="fpn", **kwargs):
 
 
 @pytest.mark.parametrize("backbone", ["flash_pyramid_nano", "flash_gau_pico", "test_resnet", "test_vit"])
-@pytest.mark.parametrize("decoder", ["upernet", "fpn", "unet", "segformer"])
+@pytest.mark.parametrize("decoder", DECODERS)
 def test_every_decoder_trains_a_step_and_predicts_at_odd_sizes(backbone, decoder):
     model = network(backbone, decoder)
     targets = torch.randint(VOID, 5, (2, 45, 61))
@@ -94,7 +96,10 @@ def test_a_backbone_starts_from_a_classifiers_file(tmp_path):
     ("arguments", "message"),
     [
         ({"backbone": "flash_pyramid_pico"}, "unknown model 'flash_pyramid_pico'"),
-        ({"decoder": "deeplab"}, "decoder must be one of upernet, fpn, unet, segformer, got 'deeplab'"),
+        (
+            {"decoder": "deeplab"},
+            "decoder must be one of upernet, fpn, unet, unetplusplus, manet, segformer, got 'deeplab'",
+        ),
         (
             {"decoder_kwargs": {"encoder_depth": 3}},
             "decoder_kwargs of fpn are decoder_pyramid_channels, .*, got 'encoder_depth'",
