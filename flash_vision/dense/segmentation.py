@@ -19,8 +19,14 @@ from flash_vision.train.model_source import first_line
 
 Decoder = Literal["upernet", "fpn", "unet", "unetplusplus", "manet", "segformer"]
 DECODERS: tuple[str, ...] = get_args(Decoder)
-ARCHITECTURES: dict[str, Any] = {"upernet": smp.UPerNet, "fpn": smp.FPN, "unet": smp.Unet,
-                                 "unetplusplus": smp.UnetPlusPlus, "manet": smp.MAnet, "segformer": smp.Segformer}  # fmt: skip
+ARCHITECTURES: dict[str, Any] = {
+    "upernet": smp.UPerNet,
+    "fpn": smp.FPN,
+    "unet": smp.Unet,
+    "unetplusplus": smp.UnetPlusPlus,
+    "manet": smp.MAnet,
+    "segformer": smp.Segformer,
+}
 STRIDES = (4, 8, 16, 32)
 _PREFIX = "network.encoder.features."
 _ENTRY = "flash_vision"  # name of the encoder in the register of segmentation-models-pytorch, while one is built
