@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from flash_vision.layers.checks import check_choice
-from flash_vision.models.weights import init_fan_in
+from flash_vision.models.weights import RESIDUAL_GAIN, init_fan_in
 
 LINEAR_INITS = ("timm", "fan_in")
 TIMM_STD = 0.02
@@ -46,7 +46,7 @@ class LabViT(VisionTransformer):
                 if isinstance(module, nn.Linear):
                     init_fan_in(module, name, needs_reset=False)
                     if name.endswith(("attn.proj", "mlp.fc2")):
-                        module.weight.mul_(0.1)
+                        module.weight.mul_(RESIDUAL_GAIN)
 
 
 default_cfgs = generate_default_cfgs(

@@ -11,6 +11,8 @@ from flash_vision.layers import RelativePositionBias, ScaleOffset
 from flash_vision.layers.checks import positive_pair
 from flash_vision.layers.position import resize_bias_table
 
+RESIDUAL_GAIN = 0.1  # of what ends a residual branch, over fan-in scaling, at the start
+
 
 def init_fan_in(module: nn.Module, name: str, needs_reset: bool) -> None:
     """Linear weights with variance 1 / fan-in, biases 0; the head with deviation .02.
@@ -26,7 +28,7 @@ def init_small_residual(module: nn.Module, name: str, needs_reset: bool) -> None
 
     What LayerScale (2103.17239) does at the start, without its pass over the tokens.
     """
-    _init_linear(module, name, needs_reset, residual_gain=0.1)
+    _init_linear(module, name, needs_reset, residual_gain=RESIDUAL_GAIN)
 
 
 def _init_linear(module: nn.Module, name: str, needs_reset: bool, *, residual_gain: float) -> None:
