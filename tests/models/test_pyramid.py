@@ -150,7 +150,7 @@ def test_every_option_changes_the_output_and_trains_in_low_precision(overrides):
 
 
 @torch.no_grad()
-def test_every_unit_starts_small_beside_its_tokens_where_full_scale_would_drown_some():
+def test_every_unit_starts_small_beside_its_tokens_where_full_scale_would_rival_them():
     """On smooth images, as photographs are; noise averages out in the windows and excites no unit."""
     largest = {}
     for scheme in ("", "fan_in"):
@@ -167,7 +167,7 @@ def test_every_unit_starts_small_beside_its_tokens_where_full_scale_would_drown_
         model(x)
         assert len(ratios) == 18
         largest[scheme] = max(ratios)
-    assert largest[""] < 0.5 < 1 < largest["fan_in"], largest
+    assert largest[""] < 0.3 < 0.6 < largest["fan_in"], largest
 
 
 # ---- the contract of a hierarchical backbone
