@@ -52,16 +52,29 @@ def test_the_tool_writes_safetensors_and_copies_the_sidecar(tmp_path):
     assert output.read_bytes() == before
 
 
+def test_one_checkpoint_is_stored_in_half_precision(tmp_path):
+    weights = save_model(tmp_path / "run" / "model.safetensors")
+    output = tmp_path / "half" / "model.safetensors"
+    assert run_tool("average_checkpoints", "--output", output, "--dtype", "float16", weights).code == 0
+    full, half = load_file(weights), load_file(output)
+    assert half.keys() == full.keys()
+    for key, value in full.items():
+        torch.testing.assert_close(half[key], value.half() if value.is_floating_point() else value, rtol=0, atol=0)
+    assert output.stat().st_size < 0.55 * weights.stat().st_size
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--output", "{tmp}/mean.safetensors", "{a}"], "two or more, got 1"),
+        (["--output", "{tmp}/mean.safetensors", "{a}"], "one and a dtype, got 1"),
         (["--output", "{tmp}/mean.pth", "{a}", "{a}"], "must end in .safetensors"),
         (["--output", "{tmp}/mean.safetensors", "{a}", "{tmp}/none.pth"], "none.pth: no such file"),
         (["--output", "{tmp}/mean.safetensors", "{a}", "{tmp}/text.pth"], "text.pth: cannot be read"),
         (["--output", "{tmp}/mean.safetensors", "{a}", "{tmp}/wide.safetensors"], "head.bias is (4,)"),
         (["--output", "{tmp}/mean.safetensors", "{a}", "{tmp}/resnet.safetensors"], "keys differ"),
         (["--output", "{tmp}/mean.safetensors", "{tmp}/inf.safetensors", "{a}"], "not finite"),
+        (["--output", "{tmp}/mean.safetensors", "--dtype", "float16", "{tmp}/large.safetensors"], "not finite"),
+        (["--output", "{tmp}/mean.safetensors", "--dtype", "int8", "{a}"], "dtype"),
         (["{a}", "{a}"], "output"),
     ],
 )
@@ -72,6 +85,8 @@ def test_a_mistake_ends_in_one_line_and_nothing_is_written(tmp_path, arguments, 
     state = load_file(good)
     state["head.bias"][0] = torch.inf
     save_file(state, tmp_path / "inf.safetensors")
+    state["head.bias"][0] = 1e5  # beyond float16
+    save_file(state, tmp_path / "large.safetensors")
     (tmp_path / "text.pth").write_text("text")
     filled = [text.replace("{tmp}", str(tmp_path)).replace("{a}", str(good)) for text in arguments]
     assert named in run_tool("average_checkpoints", *filled).refused()
