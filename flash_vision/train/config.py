@@ -46,7 +46,7 @@ class ScheduleConfig:
         warmup_prefix: count the warm-up on top of epochs.
         min_lr: learning rate that the schedule ends at.
         decay_epochs: epochs between decays (step), or length of the decay, below 1 a share (wsd, rsqrt).
-        decay_milestones: epochs at which the learning rate decays (multistep).
+        decay_milestones: epochs from which on the learning rate is smaller, counted from 1 (multistep).
         decay_rate: factor of a decay (step, multistep), or the power (poly).
         cooldown_epochs: epochs at min_lr after the schedule.
         lr_cycle_mul: growth of a cycle's length (cosine, tanh, poly).

@@ -382,6 +382,24 @@ def test_a_shipped_config_is_valid_and_says_how_it_is_run(path):
         assert word in header or (word == "python tools/" and "torchrun" in header), word
 
 
+@pytest.mark.parametrize(("length", "milestones"), [("1x", (8, 11)), ("3x", (27, 33))])
+def test_the_shipped_schedules_decay_where_their_names_say(tmp_path, length, milestones):
+    recipe = yaml.safe_load((CONFIGS / "coco" / f"mask_rcnn_flash_pyramid_tiny_{length}.yaml").read_text())
+    names = ("epochs", "lr", "sched", "decay_milestones", "decay_rate", "warmup_epochs")
+    settings = config(
+        write_set(tmp_path / "set", train=2),
+        tmp_path / "run",
+        val_interval=99,
+        **{name: recipe[name] for name in names},
+    )
+    rates = [record["lr"] for record in run(settings) if "loss" in record]
+    first, second = milestones
+    assert len(rates) == recipe["epochs"] == {"1x": 12, "3x": 36}[length]  # one update each
+    assert rates[0] < 0.1 * recipe["lr"]  # the warm-up
+    factors = [1.0] * (first - 1) + [0.1] * (second - first) + [0.01] * (len(rates) - second)
+    assert rates[1:] == pytest.approx([recipe["lr"] * factor for factor in factors])
+
+
 def test_peers_take_the_place_of_nano_and_two_have_its_size():
     recipe = yaml.safe_load((CONFIGS / "bccd" / "faster_rcnn.yaml").read_text())
     sizes = {}
