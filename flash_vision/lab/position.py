@@ -1,0 +1,77 @@
+"""Conditional position encodings between gated units, for the question what a convolution is worth, and where.
+
+A unit's `value_conv` convolves E channels in every unit. This is a convolution of C channels after a few of them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from flash_vision.layers import ConditionalPosition, GatedBlock
+from flash_vision.layers.windows import TokenContext
+from flash_vision.models import FlashGAU
+from flash_vision.ops.windows import merge_windows, partition_windows
+
+
+class PositionedBlock(nn.Module):
+    """A block and the conditional position encoding of what it gives.
+
+    Args:
+        block: the block.
+        dim: width C.
+    """
+
+    def __init__(self, block: GatedBlock, dim: int) -> None:
+        super().__init__()
+        self.block = block
+        self.position = ConditionalPosition(dim)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the block writes its output over its input."""
+        return self.block.overwrites
+
+    def forward(self, x: Tensor, context: TokenContext, checkpoint: bool = False) -> Tensor:
+        """(B, G, P, C) to the same; arguments as in `GatedBlock`."""
+        raster = merge_windows(self.block(x, context, checkpoint), context.layout)
+        return partition_windows(self.position(raster.permute(0, 3, 1, 2)).permute(0, 2, 3, 1), context.layout)
+
+
+class PositionGAU(FlashGAU):
+    """FlashGAU with a conditional position encoding after some of its blocks.
+
+    Args:
+        position_after: indices of the blocks.
+        others: as in `FlashGAU`.
+
+    Raises:
+        ValueError: an index without a block.
+    """
+
+    def __init__(self, *, embed_dim: int, depth: int, position_after: Sequence[int], **others: Any) -> None:
+        wrong = [index for index in position_after if index not in range(depth)]
+        if wrong:
+            raise ValueError(f"position_after must be indices of the {depth} blocks, got {wrong[0]}")
+        super().__init__(embed_dim=embed_dim, depth=depth, **others)
+        for index in position_after:
+            self.blocks[index] = PositionedBlock(self.blocks[index], embed_dim)  # pyright: ignore[reportArgumentType]
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "lab_gau_position": dict(
+            input_size=(3, 32, 32), pool_size=None, crop_pct=1.0, interpolation="bicubic", fixed_input_size=False,
+            mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, first_conv="patch_embed.proj", classifier="head",
+        )
+    }
+)  # fmt: skip
+
+
+@register_model
+def lab_gau_position(pretrained: bool = False, **kwargs: Any) -> PositionGAU:
+    """Mixed chunk with convolutions between units; sizes as keywords."""
+    args: dict[str, Any] = dict(img_size=32, patch_size=4, embed_dim=96, depth=12, window_size=4, position_after=(0,))
+    return build_model_with_cfg(PositionGAU, "lab_gau_position", pretrained, **{**args, **kwargs})
