@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch._C._functorch import maybe_current_level
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from flash_vision.layers.projections import is_plain, is_plain_norm, is_watched
+from flash_vision.layers.projections import is_plain, is_plain_convolution, is_plain_norm, is_watched
 from flash_vision.layers.windows import TokenContext
+from flash_vision.ops.convolution import add_convolution_
 from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def eager_form(unit: GatedAttentionUnit) -> str:
         return ""
     if maybe_current_level() is not None:
         return ""
-    if not is_plain(unit.gate, unit.value, unit.base, unit.proj):
+    if not is_plain(unit.gate, unit.value, unit.base, unit.proj) or not is_plain_convolution(unit.value_conv):
         return ""
     if torch.is_grad_enabled():
         return "train" if unit.recomputes else ""
@@ -55,7 +56,11 @@ def train(
         return unit.factors(base, list(parameters), context)
 
     weights = unit.gate.weight, unit.value.weight, unit.base.weight, unit.proj.weight
-    return gated_unit(x, *weights, norm, factors, context.buffers, checkpoint, *unit.factor_parameters())
+    convolution = None
+    if unit.value_conv is not None:
+        assert unit.value_conv.bias is not None
+        convolution = unit.value_conv.weight, unit.value_conv.bias, context.layout
+    return gated_unit(x, *weights, norm, factors, context.buffers, checkpoint, convolution, *unit.factor_parameters())
 
 
 def train_after(
@@ -86,7 +91,8 @@ def infer(unit: GatedAttentionUnit, x: Tensor, context: TokenContext, *, onto: T
     weights, queries, keys = unit.factors(base, unit.factor_parameters(), context)
     out = apply_factors(weights, queries, keys, value.unsqueeze(1), mixed).view_as(inner)
     if unit.value_conv is not None:
-        out += unit.convolve(value, context).view_as(inner)
+        assert unit.value_conv.bias is not None
+        add_convolution_(out.view_as(value), value, context.layout, unit.value_conv.weight, unit.value_conv.bias)
     if unit.gate is not None:
         torch.mm(flat, unit.gate.weight.to(dtype).t(), out=inner)  # the value is not needed any more
         out = F.silu(inner, inplace=True).mul_(out)
@@ -122,5 +128,8 @@ def compiled(unit: GatedAttentionUnit, x: Tensor, context: TokenContext) -> Tens
     """
     assert unit.gate is not None
     weights, queries, keys = unit.factors(unit.base(x), unit.factor_parameters(), context)
-    mixed = apply_factors(weights, queries, keys, F.silu(unit.value(x)))
+    value = F.silu(unit.value(x))
+    mixed = apply_factors(weights, queries, keys, value)
+    if unit.value_conv is not None:
+        mixed = mixed + unit.convolve(value.squeeze(1), context).unsqueeze(1)
     return unit.proj(F.silu(unit.gate(x)) * mixed)

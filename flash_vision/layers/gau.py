@@ -73,8 +73,8 @@ class GatedAttentionUnit(nn.Module):
         divisor: "inside" (the paper's score(q k / n)) or "outside" (score(q k / sqrt(S)) / n).
         gate: False drops U, for ablation.
         bias_window: nominal (rows, columns) of the relative position bias in tokens; None for no bias.
-        value_conv: add a depthwise 3x3 convolution of V, a local position term. It needs raster order: two token
-            permutations in every layer.
+        value_conv: add a depthwise 3x3 convolution of V, a local position term. It needs raster order: one copy
+            of V in every layer.
 
     Raises:
         ValueError: for a name or number out of range.
@@ -125,7 +125,7 @@ class GatedAttentionUnit(nn.Module):
         )
         self.proj = nn.Linear(hidden_dim, dim, bias=False, **dd)
         # which of the forms of `layers.forms` it has
-        self.recomputes = gate and not value_conv and num_heads == 1
+        self.recomputes = gate and num_heads == 1
         self.shares_buffers = num_heads == 1
 
     def factor_parameters(self) -> List[Tensor]:

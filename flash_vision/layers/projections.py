@@ -37,3 +37,14 @@ def is_plain_norm(norm: nn.Module) -> bool:
         and type(norm.bias) is nn.Parameter
         and not is_watched(norm)
     )
+
+
+def is_plain_convolution(convolution: nn.Module | None) -> bool:
+    """The same of a unit's convolution of V, or of none."""
+    return convolution is None or (
+        type(convolution) is nn.Conv2d
+        and type(convolution.weight) is nn.Parameter
+        and type(convolution.bias) is nn.Parameter
+        and convolution.kernel_size == (3, 3)
+        and not is_watched(convolution)
+    )

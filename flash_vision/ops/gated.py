@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product, product
+from flash_vision.ops.convolution import add_convolution_, add_convolution_gradient_
+from flash_vision.ops.windows import WindowLayout
 
 Factors = Tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]
+Convolution = Tuple[Tensor, Tensor, WindowLayout]
 _silu_out = torch.ops.aten.silu.out
 _silu_backward_out = torch.ops.aten.silu_backward.grad_input
 
@@ -72,6 +75,7 @@ def gated_unit(
     factors: Callable[..., Factors],
     buffers: Dict[str, Tensor],
     checkpoint: bool,
+    convolution: Optional[Convolution],
     *parameters: Tensor,
 ) -> Tensor:
     """(SiLU(X Wu) * (A V + q~ (k~^T V))) Wo with V = SiLU(X Wv) for one head, with a small memory in training.
@@ -83,17 +87,23 @@ def gated_unit(
         factors: maps (X Wz as (B, G, P, S), *parameters) to weights, queries and keys, as `apply_factors` takes them.
         buffers: see `shared_buffer`.
         checkpoint: keep x alone for the backward pass.
+        convolution: weight, bias and layout of a convolution of V that joins the branches, see
+            `ops.convolution.add_convolution_`; None for none.
         parameters: what `factors` depends on and gradients flow to.
 
     Returns:
         (B, G, P, C), in the dtype of autocast where that is on.
 
     Cost:
-        3 C E + C S MACs a token and the products of `apply_factors`; as a checkpoint all but C E of it once more.
+        3 C E + C S MACs a token, the products of `apply_factors` and the convolution; as a checkpoint all but C E of it
+        once more.
     """
     scale, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    how = _How(factors, buffers, checkpoint, eps)
-    out = _GatedUnit.apply(x, scale, shift, gate, value, base, proj, how, *parameters)
+    kernel, offset, how = None, None, _How(factors, buffers, checkpoint, eps, None)
+    if convolution is not None:
+        kernel, offset, layout = convolution
+        how = how._replace(layout=layout)
+    out = _GatedUnit.apply(x, scale, shift, gate, value, base, proj, kernel, offset, how, *parameters)
     assert isinstance(out, Tensor)
     return out
 
@@ -105,6 +115,7 @@ class _How(NamedTuple):
     buffers: Dict[str, Tensor]
     checkpoint: bool
     eps: float
+    layout: Optional[WindowLayout]
 
 
 class _Kept(NamedTuple):
@@ -116,7 +127,14 @@ class _Kept(NamedTuple):
     mixed: Tensor
 
 
-def _mix(how: _How, shape: torch.Size, flat: Tensor, weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Kept:
+def _mix(
+    how: _How,
+    shape: torch.Size,
+    flat: Tensor,
+    weights: Sequence[Tensor],
+    convolution: Tuple[Optional[Tensor], Optional[Tensor]],
+    parameters: Sequence[Tensor],
+) -> _Kept:
     """From X (tokens, C) to the mixed values; what is not kept for longer lies in shared buffers."""
 
     def project(name: str, weight: Tensor) -> Tensor:
@@ -131,6 +149,10 @@ def _mix(how: _How, shape: torch.Size, flat: Tensor, weights: Sequence[Tensor], 
     out = shared_buffer(how.buffers, "second", value) if how.checkpoint else None
     with torch.no_grad():  # the factors are recomputed under autograd in the backward pass
         mixed = apply_factors(*how.factors(base, *parameters), v.view(batch, 1, windows, tokens, -1), out)
+        kernel, offset = convolution
+        if kernel is not None and offset is not None and how.layout is not None:
+            values = v.view(batch, windows, tokens, -1)
+            add_convolution_(mixed.view_as(values), values, how.layout, kernel, offset)
     return _Kept(gate, value, base, mixed.view_as(gate))
 
 
@@ -145,6 +167,8 @@ class _GatedUnit(torch.autograd.Function):
         wv: Tensor,
         wz: Tensor,
         wo: Tensor,
+        kernel: Optional[Tensor],
+        offset: Optional[Tensor],
         how: _How,
         *parameters: Tensor,
     ) -> Tensor:
@@ -157,8 +181,8 @@ class _GatedUnit(torch.autograd.Function):
         if scale is not None:
             normed, mean, deviation = torch.native_layer_norm(x, x.shape[-1:], scale, shift, how.eps)
         flat = normed.to(ctx.dtype).flatten(0, 2)
-        kept = _mix(how, x.shape, flat, (wu, wv, wz), parameters)
-        tensors = (x, mean, deviation, scale, shift, wu, wv, wz, wo, *parameters)
+        kept = _mix(how, x.shape, flat, (wu, wv, wz), (kernel, offset), parameters)
+        tensors = (x, mean, deviation, scale, shift, wu, wv, wz, wo, kernel, offset, *parameters)
         ctx.save_for_backward(*tensors, *(() if how.checkpoint else kept))
         inner = shared_buffer(how.buffers, "first", kept.gate)
         gated = _silu_out(kept.gate, out=inner).mul_(kept.mixed)
@@ -169,18 +193,20 @@ class _GatedUnit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, mean, deviation, scale, shift, wu, wv, wz, wo, *rest = ctx.saved_tensors
+        x, mean, deviation, scale, shift, wu, wv, wz, wo, kernel, offset, *rest = ctx.saved_tensors
         how, dtype, shape = ctx.how, ctx.dtype, x.shape
         normed = x if scale is None else F.layer_norm(x, shape[-1:], scale, shift, how.eps)
         flat = normed.to(dtype).flatten(0, 2)
         if how.checkpoint:
             parameters = rest
             with ctx.autocast:
-                kept = _mix(how, shape, flat, (wu, wv, wz), parameters)
+                kept = _mix(how, shape, flat, (wu, wv, wz), (kernel, offset), parameters)
         else:
             parameters, kept = rest[:-4], _Kept(*rest[-4:])
         gate, value, base, mixed = kept
-        needs_x, needs_scale, needs_shift, needs_u, needs_v, needs_z, needs_o = ctx.needs_input_grad[:7]
+        needs_x, needs_scale, needs_shift, needs_u, needs_v, needs_z, needs_o, *needs_convolution = (
+            ctx.needs_input_grad[:9]
+        )
         # "second" may hold the mixed values
         first, second, third = (shared_buffer(how.buffers, n, gate) for n in ("first", "third", "fourth"))
         grad_out = grad_outputs[0].to(dtype).flatten(0, 2)
@@ -203,6 +229,12 @@ class _GatedUnit(torch.autograd.Function):
             made = [t for t in how.factors(*leaves) if t is not None]
         v = _silu_out(value, out=third).view_as(grad_mixed)
         grad_v, grad_made = _product_gradients(*_unpack(made), v, grad_mixed, out=first)
+        grad_kernel, grad_offset = None, None
+        if kernel is not None and how.layout is not None:
+            onto, values = grad_v.view(shape[0], *shape[1:3], -1), v.squeeze(1)
+            grad_kernel, grad_offset = add_convolution_gradient_(
+                onto, grad_mixed.squeeze(1), values, how.layout, kernel, needs_convolution
+            )
         grad_value = _silu_backward_out(grad_v.view_as(value), value, grad_input=first)
         grad_made = [g.to(t.dtype) for g, t in zip(grad_made, made, strict=True)]
         grad_base, *grad_parameters = torch.autograd.grad(made, leaves, grad_made, allow_unused=True)
@@ -218,7 +250,8 @@ class _GatedUnit(torch.autograd.Function):
                 grad_x, grad_scale, grad_shift = torch.ops.aten.native_layer_norm_backward(
                     grad_x.to(x.dtype), x, shape[-1:], mean, deviation, scale, shift, needed
                 )
-        return (grad_x, grad_scale, grad_shift, grad_u, grad_v, grad_z, grad_o, None, *grad_parameters)
+        grads = (grad_x, grad_scale, grad_shift, grad_u, grad_v, grad_z, grad_o, grad_kernel, grad_offset)
+        return (*grads, None, *grad_parameters)
 
 
 def _unpack(made: List[Tensor]) -> Factors:

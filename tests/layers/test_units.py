@@ -153,6 +153,8 @@ UNITS = {
     "local only": (MixedChunkUnit, {"branches": "local"}),
     "global only": (MixedChunkUnit, {"branches": "global", "global_fn": "inline"}),
     "quadratic": (GatedAttentionUnit, {}),
+    "mixed, convolution": (MixedChunkUnit, {"value_conv": True}),
+    "quadratic, convolution": (GatedAttentionUnit, {"value_conv": True}),
 }
 
 
@@ -229,13 +231,14 @@ def kept_for_backward(unit, *arguments):
     return sum(size for pointer, size in storages.items() if pointer not in parameters)
 
 
+@pytest.mark.parametrize("value_conv", [False, True])
 @pytest.mark.parametrize("cls", [MixedChunkUnit, GatedAttentionUnit])
-def test_training_keeps_no_more_than_the_input_the_pre_activations_and_the_mixed_values(cls):
+def test_training_keeps_no_more_than_the_input_the_pre_activations_and_the_mixed_values(cls, value_conv):
     dim, qk_dim, tokens = 96, 16, 2 * 49
     windows = TokenWindows((7, 7), (7, 7))
     x, context = windows(torch.randn(2, 7, 7, dim))
     x.requires_grad_()
-    block = GatedBlock(dim, cls(dim, qk_dim=qk_dim, bias_window=(7, 7)))
+    block = GatedBlock(dim, cls(dim, qk_dim=qk_dim, bias_window=(7, 7), value_conv=value_conv))
     statistics = 2 * tokens  # mean and deviation of the norm
     kept = kept_for_backward(block, x, context)
     assert kept == tokens * (dim + 3 * 2 * dim + qk_dim) + statistics  # input, gate, value, mixed values, base
@@ -315,25 +318,23 @@ def test_unknown_keywords_are_an_error():
         MixedChunkUnit(DIM, key_size=3)
 
 
-def scaled_linear(linear):
+class Scaled(torch.nn.Module):
     """What LoRA and its like do: another module in the projection's place, which has the old weight as `weight`."""
 
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = linear.weight
+    def __init__(self, projection):
+        super().__init__()
+        self.projection = [projection]  # not a child
+        self.weight = projection.weight
 
-        def forward(self, x):
-            return 2 * F.linear(x, self.weight)
-
-    return Scaled()
+    def forward(self, x):
+        return 2 * self.projection[0](x)
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["gate", "value", "base", "proj"])
+@pytest.mark.parametrize("name", ["gate", "value", "base", "proj", "value_conv"])
 def test_a_replaced_or_watched_projection_is_called_and_not_bypassed(name, training):
     x, context = tokens_of(6, 6)
-    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3)))
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3), value_conv=name == "value_conv"))
     with torch.set_grad_enabled(training):
         before = unit(x, context)
         seen = []
@@ -341,7 +342,7 @@ def test_a_replaced_or_watched_projection_is_called_and_not_bypassed(name, train
         torch.testing.assert_close(unit(x, context), before)
         assert len(seen) == 1
         handle.remove()
-        setattr(unit, name, scaled_linear(getattr(unit, name)))
+        setattr(unit, name, Scaled(getattr(unit, name)))
         assert (unit(x, context) - before).abs().max() > 1e-3
 
 
