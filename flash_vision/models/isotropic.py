@@ -6,7 +6,7 @@ token; tokens are in window-major order from the stem to the output.
 
 import inspect
 from functools import partial
-from typing import Any, Callable, Dict, Final, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Callable, Dict, Final, List, Optional, Set, Tuple, Union
 
 import torch
 from timm.layers import (
@@ -17,7 +17,6 @@ from timm.layers import (
 )
 from timm.models import (
     named_apply,
-    register_notrace_function,
 )
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
@@ -33,48 +32,13 @@ from flash_vision.layers import (
     TokenWindows,
 )
 from flash_vision.layers.checks import check_choice, check_positive, positive_pair
+from flash_vision.models.patches import add_position, add_sincos, check_image, image_and_patch
 from flash_vision.models.weights import INIT_SCHEMES
-from flash_vision.ops.position import sincos_position_embedding
 from flash_vision.ops.windows import WindowLayout, merge_windows
 
 GLOBAL_POOLS = ("", "avg", "avgmax", "max")
 POS_EMBEDS = ("learn", "sincos", "none")
 UNITS = ("mixed", "quadratic", "glu")
-
-
-@torch.fx.wrap
-@register_notrace_function
-def _check_image(x: Tensor, patch_size: Tuple[int, int]) -> None:
-    height, width = x.shape[2], x.shape[3]
-    if height < patch_size[0] or width < patch_size[1]:
-        raise ValueError(f"images must be at least one patch of {patch_size} pixels, got {height} x {width}")
-
-
-@torch.fx.wrap
-@register_notrace_function
-def _add_position(x: Tensor, pos_embed: Tensor, grid_height: int, grid_width: int) -> Tensor:
-    """x (B, H, W, C) + the learned (1, N, C) of the nominal grid, resampled where the grid is another."""
-    height, width = x.shape[1], x.shape[2]
-    resampled = resample_abs_pos_embed(
-        pos_embed, new_size=[height, width], old_size=[grid_height, grid_width], num_prefix_tokens=0
-    )
-    return x + resampled.view(1, height, width, x.shape[3])
-
-
-@torch.fx.wrap
-@register_notrace_function
-def _add_sincos(x: Tensor, scale: Tensor) -> Tensor:
-    """x (B, H, W, C) + scale * sinusoids (the scaled sinusoidal input embedding of 2202.10447, in 2-D)."""
-    return x + scale * sincos_position_embedding(x.shape[1], x.shape[2], x.shape[3], x.device, x.dtype)
-
-
-def _image_and_patch(
-    img_size: Union[int, Sequence[int]], patch_size: Union[int, Sequence[int]]
-) -> Tuple[Tuple[int, int], Tuple[int, int]]:
-    image, patch = positive_pair("img_size", img_size), positive_pair("patch_size", patch_size)
-    if image[0] < patch[0] or image[1] < patch[1]:
-        raise ValueError(f"img_size must be at least one patch of {patch} pixels, got {image}")
-    return image, patch
 
 
 def _unit_factory(
@@ -175,7 +139,7 @@ class FlashGAU(nn.Module):
         check_choice("unit", unit, UNITS)
         check_choice("pos_embed", pos_embed, POS_EMBEDS)
         check_choice("weight_init", weight_init, (*INIT_SCHEMES, "skip"))
-        img_size, patch_size = _image_and_patch(img_size, patch_size)
+        img_size, patch_size = image_and_patch(img_size, patch_size)
         window_size = positive_pair("window_size", window_size)
         check_positive("embed_dim", embed_dim)
         check_positive("depth", depth)
@@ -312,7 +276,7 @@ class FlashGAU(nn.Module):
         Raises:
             ValueError: as the constructor.
         """
-        new_img_size, new_patch_size = _image_and_patch(
+        new_img_size, new_patch_size = image_and_patch(
             self.patch_embed.img_size if img_size is None else img_size,
             self.patch_embed.feat_ratio(as_scalar=False) if patch_size is None else patch_size,
         )
@@ -335,12 +299,12 @@ class FlashGAU(nn.Module):
 
     def _embed(self, x: Tensor) -> Tensor:
         """Image (B, 3, height, width) to tokens (B, H, W, C) with positions."""
-        _check_image(x, self.patch_embed.patch_size)  # pyright: ignore[reportArgumentType] (a pair, untyped in timm)
+        check_image(x, self.patch_embed.patch_size)  # pyright: ignore[reportArgumentType] (a pair, untyped in timm)
         x = self.patch_embed(x)
         if self.pos_embed is not None:
-            x = _add_position(x, self.pos_embed, self.patch_embed.grid_size[0], self.patch_embed.grid_size[1])
+            x = add_position(x, self.pos_embed, self.patch_embed.grid_size[0], self.patch_embed.grid_size[1])
         if self.pos_scale is not None:
-            x = _add_sincos(x, self.pos_scale)
+            x = add_sincos(x, self.pos_scale)
         return self.pos_drop(x)
 
     def forward_intermediates(
