@@ -16,6 +16,13 @@ from flash_vision.models import FlashGAU
 from flash_vision.ops.windows import merge_windows, partition_windows
 
 
+def check_position_after(position_after: Sequence[int], depth: int) -> None:
+    """Raises ValueError for an index that is neither -1 nor that of a block."""
+    wrong = [index for index in position_after if index not in range(-1, depth)]
+    if wrong:
+        raise ValueError(f"position_after must be -1 or indices of the {depth} blocks, got {wrong[0]}")
+
+
 class PositionedBlock(nn.Module):
     """A block and the conditional position encoding of what it gives.
 
@@ -44,7 +51,7 @@ class PositionGAU(FlashGAU):
     """FlashGAU with a conditional position encoding after some of its blocks.
 
     Args:
-        position_after: indices of the blocks.
+        position_after: indices of the blocks; -1 for the patch embedding.
         others: as in `FlashGAU`.
 
     Raises:
@@ -52,12 +59,15 @@ class PositionGAU(FlashGAU):
     """
 
     def __init__(self, *, embed_dim: int, depth: int, position_after: Sequence[int], **others: Any) -> None:
-        wrong = [index for index in position_after if index not in range(depth)]
-        if wrong:
-            raise ValueError(f"position_after must be indices of the {depth} blocks, got {wrong[0]}")
+        check_position_after(position_after, depth)
         super().__init__(embed_dim=embed_dim, depth=depth, **others)
-        for index in position_after:
+        self.position = ConditionalPosition(embed_dim) if -1 in position_after else nn.Identity()
+        for index in set(position_after) - {-1}:
             self.blocks[index] = PositionedBlock(self.blocks[index], embed_dim)  # pyright: ignore[reportArgumentType]
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """Image (B, 3, height, width) to tokens (B, H, W, C)."""
+        return self.position(super()._embed(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 default_cfgs = generate_default_cfgs(

@@ -1,13 +1,16 @@
-"""timm's ViT with the initial weights of our networks, to tell what its blocks lose from what its init loses."""
+"""timm's ViT with what our networks have beside their units, to tell what its blocks lose from what those give."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
+from flash_vision.lab.position import check_position_after
+from flash_vision.layers import ConditionalPosition
 from flash_vision.layers.checks import check_choice
 from flash_vision.models.weights import RESIDUAL_GAIN, init_fan_in
 
@@ -15,26 +18,66 @@ LINEAR_INITS = ("timm", "fan_in")
 TIMM_STD = 0.02
 
 
+class TokenPosition(nn.Module):
+    """The conditional position encoding of raster tokens, after a block where one is given.
+
+    Args:
+        dim: width C.
+        grid_size: (rows, columns).
+        block: what comes before.
+    """
+
+    def __init__(self, dim: int, grid_size: tuple[int, int], block: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block = nn.Identity() if block is None else block
+        self.position = ConditionalPosition(dim)
+        self.grid_size = grid_size
+
+    def forward(self, x: Tensor, **block_args: Any) -> Tensor:
+        """(B, N, C) to the same."""
+        raster = self.block(x, **block_args).unflatten(1, self.grid_size).permute(0, 3, 1, 2)
+        return self.position(raster).permute(0, 2, 3, 1).flatten(1, 2)
+
+
 class LabViT(VisionTransformer):
-    """timm's VisionTransformer with a choice of initial weights.
+    """timm's VisionTransformer with a choice of initial weights and conditional position encodings (2102.10882).
 
     Args:
         pos_embed_std: deviation of the position embeddings; timm's is .02, FlashGAU's .5.
         linear_init: "timm" (all weights N(0, .02)), or "fan_in": as FlashGAU's default, variance 1 / fan-in, what ends
             a residual branch (attn.proj, mlp.fc2) at a tenth of that deviation, the head N(0, .02).
+        position_after: blocks that a conditional position encoding follows, -1 for the patch embedding; takes a model
+            without class token.
         others: as in timm.
 
     Raises:
-        ValueError: a deviation that is not above 0, or an unknown init.
+        ValueError: a deviation that is not above 0, an unknown init, an index without a block, or a class token beside
+            position_after.
     """
 
-    def __init__(self, *, pos_embed_std: float = TIMM_STD, linear_init: str = "timm", **others: Any) -> None:
+    def __init__(
+        self,
+        *,
+        pos_embed_std: float = TIMM_STD,
+        linear_init: str = "timm",
+        position_after: Sequence[int] = (),
+        **others: Any,
+    ) -> None:
+        if position_after and others.get("class_token", True):
+            raise ValueError(f"class_token must be False with position_after, got {others.get('class_token', True)}")
+        check_position_after(position_after, others["depth"])
         if pos_embed_std <= 0:
             raise ValueError(f"pos_embed_std must be above 0, got {pos_embed_std}")
         check_choice("linear_init", linear_init, LINEAR_INITS)
         # before the parent's constructor, which calls init_weights
         self.pos_embed_std, self.linear_init = pos_embed_std, linear_init
         super().__init__(**others)
+        dim, grid_size = self.embed_dim, self.patch_embed.grid_size
+        for index in position_after:
+            if index == -1:
+                self.norm_pre = TokenPosition(dim, grid_size)
+            else:
+                self.blocks[index] = TokenPosition(dim, grid_size, self.blocks[index])
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
         """timm's initial weights, then what was chosen; arguments as there."""

@@ -10,14 +10,14 @@ SIZES = {"embed_dim": 16, "depth": 3, "qk_dim": 8, "window_size": 4, "num_classe
 
 
 def test_with_kernels_of_zero_the_model_is_mixed_chunk():
-    model = timm.create_model("lab_gau_position", position_after=(0, 2), **SIZES).eval()
+    model = timm.create_model("lab_gau_position", position_after=(-1, 0, 2), **SIZES).eval()
     mixed = timm.create_model("flash_gau_pico", value_conv=False, **SIZES).eval()
     mixed.load_state_dict(
-        {key.replace(".block.", "."): w for key, w in model.state_dict().items() if ".position." not in key}
+        {key.replace(".block.", "."): w for key, w in model.state_dict().items() if "position.conv." not in key}
     )
-    for index in (0, 2):
-        torch.nn.init.zeros_(model.blocks[index].position.conv.weight)
-        torch.nn.init.zeros_(model.blocks[index].position.conv.bias)
+    for part in (model, model.blocks[0], model.blocks[2]):
+        torch.nn.init.zeros_(part.position.conv.weight)
+        torch.nn.init.zeros_(part.position.conv.bias)
     for image in (torch.randn(2, 3, 32, 32), torch.randn(1, 3, 44, 60)):
         torch.testing.assert_close(model(image), mixed(image))
 
@@ -37,7 +37,7 @@ def test_a_token_sees_its_neighbours_in_the_next_window():
 
 
 def test_it_is_the_same_network_without_gradients_and_in_the_deploy_form():
-    model = timm.create_model("lab_gau_position", position_after=(0, 1), **SIZES).eval()
+    model = timm.create_model("lab_gau_position", position_after=(-1, 0, 1), **SIZES).eval()
     assert isinstance(model, PositionGAU)
     image = torch.randn(2, 3, 32, 44)
     expected, features = model.forward_intermediates(image)
@@ -51,11 +51,11 @@ def test_it_is_the_same_network_without_gradients_and_in_the_deploy_form():
 
 
 def test_every_parameter_gets_a_gradient():
-    model = timm.create_model("lab_gau_position", position_after=(0, 2), **SIZES)
+    model = timm.create_model("lab_gau_position", position_after=(-1, 0, 2), **SIZES)
     model(torch.randn(2, 3, 44, 36)).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
 def test_an_index_without_a_block_is_refused():
-    with pytest.raises(ValueError, match=r"position_after must be indices of the 3 blocks, got 3"):
+    with pytest.raises(ValueError, match=r"position_after must be -1 or indices of the 3 blocks, got 3"):
         timm.create_model("lab_gau_position", position_after=(0, 3), **SIZES)

@@ -49,7 +49,29 @@ def test_fan_in_scales_as_the_default_init_of_our_networks_does():
     assert not block.mlp.fc1.bias.any()
 
 
-@pytest.mark.parametrize("option", [{"pos_embed_std": 0.0}, {"linear_init": "jax"}])
+def test_position_encodings_convolve_the_raster_of_tokens_where_asked():
+    model = timm.create_model("lab_vit", position_after=(-1, 1), **SIZES).eval()
+    plain = timm.create_model("lab_vit", **SIZES).eval()
+    plain.load_state_dict({k.replace(".block.", "."): w for k, w in model.state_dict().items() if "position" not in k})
+    image = torch.randn(2, 3, 32, 32)
+    assert (model(image) - plain(image)).abs().max() > 1e-3
+    seen = []
+    model.norm_pre.register_forward_hook(lambda module, args, out: seen.extend([*args, out]))
+    model(image)
+    before, after = (x.unflatten(1, (8, 8)).permute(0, 3, 1, 2) for x in seen)
+    torch.testing.assert_close(after, before + model.norm_pre.position.conv(before))
+    for part in (model.norm_pre, model.blocks[1]):
+        torch.nn.init.zeros_(part.position.conv.weight)
+        torch.nn.init.zeros_(part.position.conv.bias)
+    torch.testing.assert_close(model(image), plain(image))
+
+
+@pytest.mark.parametrize("option", [{"pos_embed_std": 0.0}, {"linear_init": "jax"}, {"position_after": (2,)}])
 def test_what_is_no_init_is_refused(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         timm.create_model("lab_vit", **SIZES, **option)
+
+
+def test_a_class_token_has_no_place_in_the_raster():
+    with pytest.raises(ValueError, match="class_token must be False with position_after, got True"):
+        timm.create_model("lab_vit", position_after=(0,), **{**SIZES, "class_token": True, "global_pool": "token"})
