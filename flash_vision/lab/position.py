@@ -1,6 +1,7 @@
-"""Conditional position encodings between gated units, for the question what a convolution is worth, and where.
+"""Convolutions outside the gated units, for the question what a convolution is worth, and where.
 
-A unit's `value_conv` convolves E channels in every unit. This is a convolution of C channels after a few of them.
+A unit's `value_conv` convolves E channels in every unit. Here are conditional position encodings, of C channels after a
+few units, and a convolutional stem.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from flash_vision.layers import ConditionalPosition, GatedBlock
+from flash_vision.layers import ConditionalPosition, ConvStem, GatedBlock
 from flash_vision.layers.windows import TokenContext
 from flash_vision.models import FlashGAU
 from flash_vision.ops.windows import merge_windows, partition_windows
@@ -21,6 +22,17 @@ def check_position_after(position_after: Sequence[int], depth: int) -> None:
     wrong = [index for index in position_after if index not in range(-1, depth)]
     if wrong:
         raise ValueError(f"position_after must be -1 or indices of the {depth} blocks, got {wrong[0]}")
+
+
+def use_conv_stem(model: Any) -> None:
+    """Puts `ConvStem` in the place of the convolution of a model's PatchEmbed.
+
+    Raises:
+        ValueError: its patches are not 4 x 4.
+    """
+    if model.patch_embed.patch_size != (4, 4):
+        raise ValueError(f"patch_size must be 4 with conv_stem, got {model.patch_embed.patch_size}")
+    model.patch_embed.proj = ConvStem(model.patch_embed.proj.in_channels, model.embed_dim)
 
 
 class PositionedBlock(nn.Module):
@@ -52,15 +64,20 @@ class PositionGAU(FlashGAU):
 
     Args:
         position_after: indices of the blocks; -1 for the patch embedding.
+        conv_stem: `ConvStem` in place of the patch embedding's one convolution; takes patch_size 4.
         others: as in `FlashGAU`.
 
     Raises:
-        ValueError: an index without a block.
+        ValueError: an index without a block, or a convolutional stem for other patches.
     """
 
-    def __init__(self, *, embed_dim: int, depth: int, position_after: Sequence[int], **others: Any) -> None:
+    def __init__(
+        self, *, embed_dim: int, depth: int, position_after: Sequence[int], conv_stem: bool = False, **others: Any
+    ) -> None:
         check_position_after(position_after, depth)
         super().__init__(embed_dim=embed_dim, depth=depth, **others)
+        if conv_stem:
+            use_conv_stem(self)
         self.position = ConditionalPosition(embed_dim) if -1 in position_after else nn.Identity()
         for index in set(position_after) - {-1}:
             self.blocks[index] = PositionedBlock(self.blocks[index], embed_dim)  # pyright: ignore[reportArgumentType]

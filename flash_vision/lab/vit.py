@@ -9,7 +9,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from flash_vision.lab.position import check_position_after
+from flash_vision.lab.position import check_position_after, use_conv_stem
 from flash_vision.layers import ConditionalPosition
 from flash_vision.layers.checks import check_choice
 from flash_vision.models.weights import RESIDUAL_GAIN, init_fan_in
@@ -48,11 +48,12 @@ class LabViT(VisionTransformer):
             a residual branch (attn.proj, mlp.fc2) at a tenth of that deviation, the head N(0, .02).
         position_after: blocks that a conditional position encoding follows, -1 for the patch embedding; takes a model
             without class token.
+        conv_stem: see `lab.position.PositionGAU`.
         others: as in timm.
 
     Raises:
-        ValueError: a deviation that is not above 0, an unknown init, an index without a block, or a class token beside
-            position_after.
+        ValueError: a deviation that is not above 0, an unknown init, an index without a block, a class token beside
+            position_after, or a convolutional stem for patches that are not 4 x 4.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LabViT(VisionTransformer):
         pos_embed_std: float = TIMM_STD,
         linear_init: str = "timm",
         position_after: Sequence[int] = (),
+        conv_stem: bool = False,
         **others: Any,
     ) -> None:
         if position_after and others.get("class_token", True):
@@ -72,6 +74,8 @@ class LabViT(VisionTransformer):
         # before the parent's constructor, which calls init_weights
         self.pos_embed_std, self.linear_init = pos_embed_std, linear_init
         super().__init__(**others)
+        if conv_stem:
+            use_conv_stem(self)
         dim, grid_size = self.embed_dim, self.patch_embed.grid_size
         for index in position_after:
             if index == -1:

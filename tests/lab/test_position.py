@@ -59,3 +59,15 @@ def test_every_parameter_gets_a_gradient():
 def test_an_index_without_a_block_is_refused():
     with pytest.raises(ValueError, match=r"position_after must be -1 or indices of the 3 blocks, got 3"):
         timm.create_model("lab_gau_position", position_after=(0, 3), **SIZES)
+
+
+@pytest.mark.parametrize("name", ["lab_gau_position", "lab_vit"])
+def test_a_convolutional_stem_takes_the_place_of_the_patch_embedding(name):
+    sizes = SIZES if name == "lab_gau_position" else {"embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model(name, position_after=(), conv_stem=True, **sizes)
+    image = torch.randn(2, 3, 32, 32)
+    assert model.patch_embed.proj(image).shape == (2, 16, 8, 8)
+    model(image).square().sum().backward()
+    assert model.patch_embed.proj.conv1.weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="patch_size must be 4 with conv_stem"):
+        timm.create_model(name, position_after=(), conv_stem=True, patch_size=8, **sizes)
