@@ -75,16 +75,11 @@ class PositionGAU(FlashGAU):
         self, *, embed_dim: int, depth: int, position_after: Sequence[int], conv_stem: bool = False, **others: Any
     ) -> None:
         check_position_after(position_after, depth)
-        super().__init__(embed_dim=embed_dim, depth=depth, **others)
+        super().__init__(embed_dim=embed_dim, depth=depth, position_conv=-1 in position_after, **others)
         if conv_stem:
             use_conv_stem(self)
-        self.position = ConditionalPosition(embed_dim) if -1 in position_after else nn.Identity()
         for index in set(position_after) - {-1}:
             self.blocks[index] = PositionedBlock(self.blocks[index], embed_dim)  # pyright: ignore[reportArgumentType]
-
-    def _embed(self, x: Tensor) -> Tensor:
-        """Image (B, 3, height, width) to tokens (B, H, W, C)."""
-        return self.position(super()._embed(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 default_cfgs = generate_default_cfgs(

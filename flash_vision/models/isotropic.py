@@ -24,6 +24,7 @@ from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
 from flash_vision.layers import (
+    ConditionalPosition,
     GatedAttentionUnit,
     GatedBlock,
     GatedLinearUnit,
@@ -81,6 +82,7 @@ class FlashGAU(nn.Module):
         rel_pos_bias: learned score offsets inside the window.
         rope_temperature: base of 2-D rotary frequencies on all queries and keys; None for no rotary embedding.
         pos_embed: "learn", "sincos" (fixed, with a learned scale) or "none".
+        position_conv: a depthwise 3x3 convolution after the patch embedding, see `layers.ConditionalPosition`.
         init_values: start of LayerScale, None for none.
         dynamic_img_size: take any image of at least one patch (default), else only img_size.
         dynamic_img_pad: pad images to whole patches (default), else refuse others.
@@ -122,6 +124,7 @@ class FlashGAU(nn.Module):
         rel_pos_bias: bool = True,
         rope_temperature: Optional[float] = None,
         pos_embed: str = "learn",
+        position_conv: bool = False,
         init_values: Optional[float] = None,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = True,
@@ -174,6 +177,7 @@ class FlashGAU(nn.Module):
         num_patches = self.patch_embed.num_patches
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim, **dd)) if pos_embed == "learn" else None
         self.pos_scale = nn.Parameter(torch.empty(1, **dd)) if pos_embed == "sincos" else None
+        self.position = ConditionalPosition(embed_dim, **dd) if position_conv else nn.Identity()
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.windows = TokenWindows(
             self.patch_embed.grid_size,
@@ -238,7 +242,7 @@ class FlashGAU(nn.Module):
         As in timm's ViTs `coarse` makes no difference: there is no grouping between unit and network.
         """
         block = r"^blocks\.(\d+)"
-        return dict(stem=r"^pos_embed|pos_scale|patch_embed", blocks=[(block, None), (r"^norm", (99999,))])
+        return dict(stem=r"^(?:pos_embed|pos_scale|patch_embed|position)", blocks=[(block, None), (r"^norm", (99999,))])
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each unit in the backward pass instead of keeping its activations."""
@@ -305,6 +309,7 @@ class FlashGAU(nn.Module):
             x = add_position(x, self.pos_embed, self.patch_embed.grid_size[0], self.patch_embed.grid_size[1])
         if self.pos_scale is not None:
             x = add_sincos(x, self.pos_scale)
+        x = self.position(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return self.pos_drop(x)
 
     def forward_intermediates(
