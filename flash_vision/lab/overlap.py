@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, register_model
 from torch import Tensor
 
+from flash_vision.lab.cfgs import lab_cfgs
 from flash_vision.layers import MixedChunkUnit
 from flash_vision.layers.windows import TokenContext
 from flash_vision.models import FlashGAU
@@ -143,14 +143,7 @@ class OverlapGAU(FlashGAU):
         self.init_weights(needs_reset=False)
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "lab_gau_overlap": dict(
-            input_size=(3, 32, 32), pool_size=None, crop_pct=1.0, interpolation="bicubic", fixed_input_size=False,
-            mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, first_conv="patch_embed.proj", classifier="head",
-        )
-    }
-)  # fmt: skip
+default_cfgs = lab_cfgs("lab_gau_overlap")
 
 
 @register_model

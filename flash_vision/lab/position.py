@@ -7,10 +7,10 @@ few units, and a convolutional stem.
 from collections.abc import Sequence
 from typing import Any
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, register_model
 from torch import Tensor, nn
 
+from flash_vision.lab.cfgs import lab_cfgs
 from flash_vision.layers import ConditionalPosition, ConvStem, GatedBlock
 from flash_vision.layers.windows import TokenContext
 from flash_vision.models import FlashGAU
@@ -82,14 +82,7 @@ class PositionGAU(FlashGAU):
             self.blocks[index] = PositionedBlock(self.blocks[index], embed_dim)  # pyright: ignore[reportArgumentType]
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "lab_gau_position": dict(
-            input_size=(3, 32, 32), pool_size=None, crop_pct=1.0, interpolation="bicubic", fixed_input_size=False,
-            mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD, first_conv="patch_embed.proj", classifier="head",
-        )
-    }
-)  # fmt: skip
+default_cfgs = lab_cfgs("lab_gau_position")
 
 
 @register_model

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from flash_vision.lab.cfgs import lab_cfgs
 from flash_vision.lab.position import check_position_after, use_conv_stem
 from flash_vision.layers import ConditionalPosition
 from flash_vision.layers.checks import check_choice
@@ -96,14 +97,7 @@ class LabViT(VisionTransformer):
                         module.weight.mul_(RESIDUAL_GAIN)
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "lab_vit": dict(
-            input_size=(3, 32, 32), pool_size=None, crop_pct=1.0, interpolation="bicubic", fixed_input_size=True,
-            mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD, first_conv="patch_embed.proj", classifier="head",
-        )
-    }
-)  # fmt: skip
+default_cfgs = lab_cfgs("lab_vit", fixed_input_size=True, mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD)
 
 
 @register_model
