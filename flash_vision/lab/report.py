@@ -193,8 +193,9 @@ def plot_rows(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(14, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     groups = list(dict.fromkeys(row["group"] for row in rows))
     for axes, (name, factor, label) in zip(
@@ -217,9 +218,13 @@ def plot_rows(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
                 place = (row[name] * factor, row["mean"])
                 axes.annotate(row["variant"], place, xytext=(4, 3), textcoords="offset points", fontsize=7)
         axes.set(xlabel=label, xscale="log")
+        axes.margins(x=0.1)  # room for names to the right of points
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.3, which="both")
     figure.axes[0].set(ylabel="top-1 (%), mean and sample deviation over seeds")
-    figure.axes[0].legend(title="group", fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), title="group", fontsize=8, loc="outside right upper")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

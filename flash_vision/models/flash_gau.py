@@ -107,6 +107,7 @@ def flash_gau_small_paper(pretrained: bool = False, **kwargs) -> FlashGAU:
         branch_norm="none",
         rope_temperature=10000.0,
         pos_embed="sincos",
+        position_conv=False,
         weight_init="paper",
     )
     return _create("flash_gau_small_paper", pretrained, args, kwargs)

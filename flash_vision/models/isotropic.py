@@ -124,7 +124,7 @@ class FlashGAU(nn.Module):
         rel_pos_bias: bool = True,
         rope_temperature: Optional[float] = None,
         pos_embed: str = "learn",
-        position_conv: bool = False,
+        position_conv: bool = True,
         init_values: Optional[float] = None,
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = True,

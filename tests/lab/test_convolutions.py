@@ -11,7 +11,7 @@ SIZES = {"embed_dim": 16, "depth": 3, "qk_dim": 8, "window_size": 4, "num_classe
 
 def test_with_kernels_of_zero_the_model_is_mixed_chunk():
     model = timm.create_model("lab_gau_position", position_after=(-1, 0, 2), **SIZES).eval()
-    mixed = timm.create_model("flash_gau_pico", value_conv=False, **SIZES).eval()
+    mixed = timm.create_model("flash_gau_pico", value_conv=False, position_conv=False, **SIZES).eval()
     mixed.load_state_dict(
         {key.replace(".block.", "."): w for key, w in model.state_dict().items() if "position.conv." not in key}
     )

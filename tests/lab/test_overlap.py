@@ -7,7 +7,7 @@ import torch
 from flash_vision.lab.overlap import margin_index, with_margin
 from flash_vision.ops.windows import WindowLayout, partition_windows
 
-SIZES = {"embed_dim": 16, "depth": 2, "qk_dim": 8, "window_size": 4, "num_classes": 5}
+SIZES = {"embed_dim": 16, "depth": 2, "qk_dim": 8, "window_size": 4, "num_classes": 5, "position_conv": False}
 
 
 def test_without_a_margin_the_model_is_mixed_chunk():

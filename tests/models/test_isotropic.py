@@ -36,7 +36,7 @@ def test_another_size_gives_what_a_model_resized_to_it_gives(name):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"value_conv": True, "position_conv": True}, {"score_fn": "laplace", "global_fn": "elu1"}]
+    "overrides", [{}, {"value_conv": True, "position_conv": False}, {"score_fn": "laplace", "global_fn": "elu1"}]
 )
 @pytest.mark.parametrize("name", ["flash_gau_pico", "flash_gau_small_paper"])
 @torch.no_grad()
@@ -94,7 +94,7 @@ def token_moves(model, x):
 @pytest.mark.parametrize("name", ["flash_gau_small", "flash_quad_small", "flash_gau_base"])
 @pytest.mark.parametrize("train", [False, True])
 def test_no_token_is_moved_between_stem_and_last_block(name, train):
-    model = build(name, num_classes=0, position_conv=True).train(train)
+    model = build(name, num_classes=0).train(train)
     assert token_moves(model, torch.randn(BATCH, 3, 224, 224)) == []
 
 
@@ -118,7 +118,7 @@ ABLATIONS = {
     "unbalanced": {"branch_norm": "none", "value_conv": False},
     "rms": {"branch_norm": "rms"},
     "no convolution": {"value_conv": False},
-    "convolution after the stem": {"position_conv": True},
+    "no convolution after the stem": {"position_conv": False},
     "rotary": {"rope_temperature": 100.0},
     "sincos": {"pos_embed": "sincos"},
     "no position": {"pos_embed": "none", "rel_pos_bias": False},
