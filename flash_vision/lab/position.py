@@ -18,10 +18,12 @@ from flash_vision.ops.windows import merge_windows, partition_windows
 
 
 def check_position_after(position_after: Sequence[int], depth: int) -> None:
-    """Raises ValueError for an index that is neither -1 nor that of a block."""
+    """Raises ValueError for an index that is neither -1 nor that of a block, or that is there twice."""
     wrong = [index for index in position_after if index not in range(-1, depth)]
     if wrong:
         raise ValueError(f"position_after must be -1 or indices of the {depth} blocks, got {wrong[0]}")
+    if len(set(position_after)) < len(position_after):
+        raise ValueError(f"position_after must hold every index once, got {list(position_after)}")
 
 
 def use_conv_stem(model: Any) -> None:

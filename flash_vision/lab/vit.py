@@ -68,7 +68,7 @@ class LabViT(VisionTransformer):
     ) -> None:
         if position_after and others.get("class_token", True):
             raise ValueError(f"class_token must be False with position_after, got {others.get('class_token', True)}")
-        check_position_after(position_after, others["depth"])
+        check_position_after(position_after, others.get("depth", 12))
         if pos_embed_std <= 0:
             raise ValueError(f"pos_embed_std must be above 0, got {pos_embed_std}")
         check_choice("linear_init", linear_init, LINEAR_INITS)

@@ -40,11 +40,14 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 
 def is_plain_convolution(convolution: nn.Module | None) -> bool:
-    """The same of a unit's convolution of V, or of none."""
+    """The same of a unit's depthwise 3x3 convolution of V, or of none."""
     return convolution is None or (
         type(convolution) is nn.Conv2d
         and type(convolution.weight) is nn.Parameter
         and type(convolution.bias) is nn.Parameter
-        and convolution.kernel_size == (3, 3)
+        and convolution.groups == convolution.in_channels == convolution.out_channels
+        and (convolution.kernel_size, convolution.padding) == ((3, 3), (1, 1))
+        and convolution.stride == convolution.dilation == (1, 1)
+        and convolution.padding_mode == "zeros"
         and not is_watched(convolution)
     )

@@ -22,7 +22,7 @@ def add_convolution_(onto: Tensor, x: Tensor, layout: WindowLayout, weight: Tens
         weight, bias: (E, 1, 3, 3) and (E,).
 
     Cost:
-        9 E MACs a token, and two moves of all tokens.
+        9 E MACs a token, and one copy of all tokens.
     """
     out = F.conv2d(_map(x, layout), weight.to(x.dtype), bias.to(x.dtype), padding=1, groups=x.shape[3])
     _add_map(onto, out, layout)

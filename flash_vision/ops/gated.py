@@ -99,10 +99,8 @@ def gated_unit(
         once more.
     """
     scale, shift, eps = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    kernel, offset, how = None, None, _How(factors, buffers, checkpoint, eps, None)
-    if convolution is not None:
-        kernel, offset, layout = convolution
-        how = how._replace(layout=layout)
+    kernel, offset, layout = (None, None, None) if convolution is None else convolution
+    how = _How(factors, buffers, checkpoint, eps, layout)
     out = _GatedUnit.apply(x, scale, shift, gate, value, base, proj, kernel, offset, how, *parameters)
     assert isinstance(out, Tensor)
     return out

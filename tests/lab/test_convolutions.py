@@ -59,6 +59,8 @@ def test_every_parameter_gets_a_gradient():
 def test_an_index_without_a_block_is_refused():
     with pytest.raises(ValueError, match=r"position_after must be -1 or indices of the 3 blocks, got 3"):
         timm.create_model("lab_gau_position", position_after=(0, 3), **SIZES)
+    with pytest.raises(ValueError, match=r"position_after must hold every index once, got \[1, 1\]"):
+        timm.create_model("lab_gau_position", position_after=(1, 1), **SIZES)
 
 
 @pytest.mark.parametrize("name", ["lab_gau_position", "lab_vit"])

@@ -346,6 +346,19 @@ def test_a_replaced_or_watched_projection_is_called_and_not_bypassed(name, train
         assert (unit(x, context) - before).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("how", [{"padding": 2, "dilation": 2}, {"padding": 1, "padding_mode": "circular"}])
+def test_another_convolution_in_the_place_of_the_units_is_not_taken_for_it(how, training):
+    x, context = tokens_of(6, 6)
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, value_conv=True))
+    with torch.set_grad_enabled(training):
+        before = unit(x, context)
+        other = torch.nn.Conv2d(2 * DIM, 2 * DIM, 3, groups=2 * DIM, **how).double()
+        other.load_state_dict(unit.value_conv.state_dict())
+        unit.value_conv = other
+        assert (unit(x, context) - before).abs().max() > 1e-3
+
+
 def test_units_of_one_pass_share_their_buffers_and_keep_their_outputs():
     x, context = tokens_of(6, 6)
     units = [randomised(MixedChunkUnit(DIM, qk_dim=8, bias_window=(3, 3))) for _ in range(2)]
