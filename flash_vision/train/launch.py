@@ -25,6 +25,7 @@ from flash_vision.train.data import EvalLoader, TrainLoader
 from flash_vision.train.evaluation import evaluate
 from flash_vision.train.loop import Loop
 from flash_vision.train.model_source import first_line
+from flash_vision.train.muon import set_muon_precision
 from flash_vision.train.parallel import Processes, shard, start_processes, stop_processes
 from flash_vision.train.reporting import Reporter, describe_run
 from flash_vision.train.sidecar import SIDECAR_NAME, write_sidecar
@@ -148,6 +149,7 @@ def prepare_task(task: TrainingTask, config: TaskConfig, processes: Processes, *
         shard(_module(task.get_trainable_module()))
         if config.model_ema:
             shard(_module(task.get_trainable_module(ema=True)).module)  # pyright: ignore[reportArgumentType]
+    set_muon_precision(processes.device)
     arguments: dict[str, Any] = optimizer_kwargs(config) | {"lr": lr} | config.opt_kwargs
     try:
         optimizer = create_optimizer_v2(_module(task.get_trainable_module()), **arguments)

@@ -241,7 +241,7 @@ class OptimConfig:
     """Optimiser, precision, averaging and sharding.
 
     Args:
-        opt: optimiser, any of timm.optim.list_optimizers().
+        opt: optimiser, any of timm.optim.list_optimizers(); Muon orthogonalises in float32 on a CPU.
         opt_eps: its epsilon; its own default when not given.
         opt_betas: its betas; its own default when not given.
         opt_kwargs: its further arguments.
