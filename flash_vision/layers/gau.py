@@ -71,7 +71,6 @@ class GatedAttentionUnit(nn.Module):
         num_heads: heads that S and E are split between; the paper's claim is that a gate makes one enough.
         score_fn: "relu2", "laplace" or "softmax".
         divisor: "inside" (the paper's score(q k / n)) or "outside" (score(q k / sqrt(S)) / n).
-        qk_norm: RMS norm of Z over S, so that a token's scores depend on where Z points and not on how long it is.
         gate: False drops U, for ablation.
         bias_window: nominal (rows, columns) of the relative position bias in tokens; None for no bias.
         value_conv: add a depthwise 3x3 convolution of V, a local position term. It needs raster order: one copy
@@ -94,7 +93,6 @@ class GatedAttentionUnit(nn.Module):
         num_heads: int = 1,
         score_fn: str = "relu2",
         divisor: str = "outside",
-        qk_norm: bool = False,
         gate: bool = True,
         bias_window: Optional[Tuple[int, int]] = None,
         value_conv: bool = False,
@@ -117,7 +115,6 @@ class GatedAttentionUnit(nn.Module):
         self.num_heads = num_heads
         self.score_fn = score_fn
         self.divisor = divisor
-        self.qk_norm = qk_norm
         self.gate = nn.Linear(dim, hidden_dim, bias=False, **dd) if gate else None
         self.value = nn.Linear(dim, hidden_dim, bias=False, **dd)
         self.base = nn.Linear(dim, qk_dim, bias=False, **dd)
@@ -141,10 +138,7 @@ class GatedAttentionUnit(nn.Module):
     def _roles(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> List[Tensor]:
         """Pre-activation (B, G, P, S), or (B, 1, G, P, S), to one (B, heads, G, P, S / heads) for each role."""
         roles: List[Tensor] = []
-        z = F.silu(base)
-        if self.qk_norm:
-            z = F.rms_norm(z, [z.shape[-1]], eps=1e-6)
-        for role in scale_offset(z, parameters[0], parameters[1]):
+        for role in scale_offset(F.silu(base), parameters[0], parameters[1]):
             if base.dim() == 4:
                 role = _split_heads(role, self.num_heads)
             rotary = context.rotary
@@ -229,7 +223,6 @@ class MixedChunkUnit(GatedAttentionUnit):
         num_heads: int = 1,
         score_fn: str = "relu2",
         divisor: str = "outside",
-        qk_norm: bool = False,
         global_fn: str = "plain",
         branches: str = "both",
         branch_norm: str = "none",
@@ -251,7 +244,6 @@ class MixedChunkUnit(GatedAttentionUnit):
             num_heads=num_heads,
             score_fn=score_fn,
             divisor=divisor,
-            qk_norm=qk_norm,
             gate=gate,
             bias_window=bias_window if branches != "global" else None,
             value_conv=value_conv,

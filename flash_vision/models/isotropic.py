@@ -77,7 +77,7 @@ class FlashGAU(nn.Module):
         num_heads: heads that S and E are split between.
         window_size: nominal window side or (rows, columns) in tokens, and the reach of the relative position bias;
             the sides used are those near it that leave the least padding.
-        score_fn, divisor, qk_norm, gate, value_conv: see `layers.GatedAttentionUnit`.
+        score_fn, divisor, gate, value_conv: see `layers.GatedAttentionUnit`.
         global_fn, branches, branch_norm: see `layers.MixedChunkUnit`.
         rel_pos_bias: learned score offsets inside the window.
         rope_temperature: base of 2-D rotary frequencies on all queries and keys; None for no rotary embedding.
@@ -116,7 +116,6 @@ class FlashGAU(nn.Module):
         window_size: Union[int, Tuple[int, int]] = 7,
         score_fn: str = "relu2",
         divisor: str = "outside",
-        qk_norm: bool = False,
         global_fn: str = "inline",
         branches: str = "both",
         branch_norm: str = "scale",
@@ -196,7 +195,6 @@ class FlashGAU(nn.Module):
                 num_heads=num_heads,
                 score_fn=score_fn,
                 divisor=divisor,
-                qk_norm=qk_norm,
                 gate=gate,
                 value_conv=value_conv,
                 bias_window=window_size if rel_pos_bias else None,

@@ -66,7 +66,7 @@ class FlashPyramid(nn.Module):
         expansion: E / C.
         window_size: nominal window side or (rows, columns) in tokens, and the reach of the relative position bias;
             the sides used are those near it that leave the least padding.
-        score_fn, divisor, qk_norm, gate, value_conv: see `layers.GatedAttentionUnit`.
+        score_fn, divisor, gate, value_conv: see `layers.GatedAttentionUnit`.
         global_fn, branches, branch_norm: see `layers.MixedChunkUnit`.
         rel_pos_bias: learned score offsets inside the window.
         position_conv: a depthwise 3x3 convolution at the start of each stage, see `layers.ConditionalPosition`.
@@ -98,7 +98,6 @@ class FlashPyramid(nn.Module):
         window_size: Union[int, Tuple[int, int]] = 7,
         score_fn: str = "relu2",
         divisor: str = "outside",
-        qk_norm: bool = False,
         global_fn: str = "inline",
         branches: str = "both",
         branch_norm: str = "scale",
@@ -145,7 +144,6 @@ class FlashPyramid(nn.Module):
                 qk_dim=qk_dims[i],
                 score_fn=score_fn,
                 divisor=divisor,
-                qk_norm=qk_norm,
                 global_fn=global_fn,
                 branches=branches,
                 branch_norm=branch_norm,
