@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, muon
+from timm.task import ClassificationTask
 from torch import nn
 
+from flash_vision.train.config import TaskConfig
+from flash_vision.train.launch import prepare_task
 from flash_vision.train.muon import set_muon_precision
+from flash_vision.train.parallel import Processes
 
 
 @pytest.fixture
@@ -37,3 +41,12 @@ def test_the_cpu_computes_it_in_float32_and_other_devices_in_bfloat16(on_cpu):
     rounded = _direction("muon")
     error = (exact - rounded).abs().max()
     assert 1e-5 < error < 0.05
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_training_run_chooses_by_its_device(device, on_cpu):
+    set_muon_precision(torch.device("meta" if device == "cpu" else "cpu"))
+    task = ClassificationTask(nn.Linear(4, 2), device=torch.device("cpu"), verbose=False)
+    prepare_task(task, TaskConfig(opt="muon"), Processes(device=torch.device(device)), lr=1e-3)
+    result = muon.zeropower_via_newtonschulz(torch.ones(2, 3), 1, [(3.0, -4.0, 2.0)])
+    assert result.dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
