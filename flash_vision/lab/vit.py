@@ -1,10 +1,13 @@
 """timm's ViT with what our networks have beside their units, to tell what its blocks lose from what those give."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+from timm.layers import Attention
 from timm.models import build_model_with_cfg, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -40,6 +43,31 @@ class TokenPosition(nn.Module):
         return self.position(raster).permute(0, 2, 3, 1).flatten(1, 2)
 
 
+class ValueConvAttention(Attention):
+    """timm's attention plus a depthwise 3x3 convolution of V, the ViT's counterpart of a gated unit's `value_conv`.
+
+    Locally enhanced positional encoding (CSWin, 2107.00652). Tokens are the raster of a square grid.
+
+    Args:
+        dim: width C.
+        others: as in timm; no norms, no gate and no dropout, and C channels over all heads.
+    """
+
+    def __init__(self, dim: int, **others: Any) -> None:
+        super().__init__(dim, **others)
+        self.value_conv = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """(B, N, C) to the same."""
+        qkv = self.qkv(x)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, is_causal=is_causal)
+        side = math.isqrt(x.shape[1])
+        raster = qkv[..., -self.attn_dim :].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+        local = self.value_conv(raster).permute(0, 2, 3, 1).flatten(1, 2)
+        return self.proj(attended.transpose(1, 2).flatten(2) + local)
+
+
 class LabViT(VisionTransformer):
     """timm's VisionTransformer with a choice of initial weights and conditional position encodings (2102.10882).
 
@@ -50,11 +78,12 @@ class LabViT(VisionTransformer):
         position_after: blocks that a conditional position encoding follows, -1 for the patch embedding; takes a model
             without class token.
         conv_stem: see `lab.position.PositionGAU`.
+        value_conv: a depthwise convolution of V in every block; takes a square image and no class token.
         others: as in timm.
 
     Raises:
         ValueError: a deviation that is not above 0, an unknown init, an index without a block, a class token beside
-            position_after, or a convolutional stem for patches that are not 4 x 4.
+            position_after or value_conv, or a convolutional stem for patches that are not 4 x 4.
     """
 
     def __init__(
@@ -64,17 +93,19 @@ class LabViT(VisionTransformer):
         linear_init: str = "timm",
         position_after: Sequence[int] = (),
         conv_stem: bool = False,
+        value_conv: bool = False,
         **others: Any,
     ) -> None:
-        if position_after and others.get("class_token", True):
-            raise ValueError(f"class_token must be False with position_after, got {others.get('class_token', True)}")
+        for name, asked in (("position_after", position_after), ("value_conv", value_conv)):
+            if asked and others.get("class_token", True):
+                raise ValueError(f"class_token must be False with {name}, got {others.get('class_token', True)}")
         check_position_after(position_after, others.get("depth", 12))
         if pos_embed_std <= 0:
             raise ValueError(f"pos_embed_std must be above 0, got {pos_embed_std}")
         check_choice("linear_init", linear_init, LINEAR_INITS)
         # before the parent's constructor, which calls init_weights
         self.pos_embed_std, self.linear_init = pos_embed_std, linear_init
-        super().__init__(**others)
+        super().__init__(**others, **({"attn_layer": ValueConvAttention} if value_conv else {}))
         if conv_stem:
             use_conv_stem(self)
         dim, grid_size = self.embed_dim, self.patch_embed.grid_size

@@ -66,12 +66,31 @@ def test_position_encodings_convolve_the_raster_of_tokens_where_asked():
     torch.testing.assert_close(model(image), plain(image))
 
 
+def test_the_convolution_of_v_is_added_to_what_attention_gives():
+    model = timm.create_model("lab_vit", value_conv=True, **SIZES).eval()
+    plain = timm.create_model("lab_vit", **SIZES).eval()
+    plain.load_state_dict({k: w for k, w in model.state_dict().items() if "value_conv" not in k})
+    tokens, attn, bare = torch.randn(2, 64, 64), model.blocks[0].attn, plain.blocks[0].attn
+    seen = []
+    attn.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    bare.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    attn(tokens)
+    bare(tokens)
+    v = attn.qkv(tokens)[..., 128:].transpose(1, 2).unflatten(2, (8, 8))
+    torch.testing.assert_close(seen[0] - seen[1], attn.value_conv(v).flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
+    image = torch.randn(2, 3, 32, 32)
+    assert (model(image) - plain(image)).abs().max() > 1e-3
+    model.train()(image).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
 @pytest.mark.parametrize("option", [{"pos_embed_std": 0.0}, {"linear_init": "jax"}, {"position_after": (2,)}])
 def test_what_is_no_init_is_refused(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         timm.create_model("lab_vit", **SIZES, **option)
 
 
-def test_a_class_token_has_no_place_in_the_raster():
-    with pytest.raises(ValueError, match="class_token must be False with position_after, got True"):
-        timm.create_model("lab_vit", position_after=(0,), **{**SIZES, "class_token": True, "global_pool": "token"})
+@pytest.mark.parametrize("option", [{"position_after": (0,)}, {"value_conv": True}])
+def test_a_class_token_has_no_place_in_the_raster(option):
+    with pytest.raises(ValueError, match=f"class_token must be False with {next(iter(option))}, got True"):
+        timm.create_model("lab_vit", **option, **{**SIZES, "class_token": True, "global_pool": "token"})
