@@ -61,6 +61,9 @@ def evaluate_resolutions(options: ResolutionOptions) -> str:
 
 def _evaluate(run: Run, size: int, folder: Path, images: Path, batch_size: int) -> dict[str, Any]:
     config = ValidateConfig(
+        model=run.fields["model"],
+        # as the grid has them: a model's defaults may have changed since its model.json was written
+        model_kwargs=run.fields.get("model_kwargs", {}),
         checkpoint=str(folder / run.experiment(folder) / "model.safetensors"),
         data_dir=str(images / f"{run.images.evaluated_on}.tar"),
         img_size=size,

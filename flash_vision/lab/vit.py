@@ -105,7 +105,9 @@ class LabViT(VisionTransformer):
         check_choice("linear_init", linear_init, LINEAR_INITS)
         # before the parent's constructor, which calls init_weights
         self.pos_embed_std, self.linear_init = pos_embed_std, linear_init
-        super().__init__(**others, **({"attn_layer": ValueConvAttention} if value_conv else {}))
+        if value_conv:
+            others["attn_layer"] = ValueConvAttention
+        super().__init__(**others)
         if conv_stem:
             use_conv_stem(self)
         dim, grid_size = self.embed_dim, self.patch_embed.grid_size

@@ -62,7 +62,7 @@ def _create(variant: str, pretrained: bool, model_args: Dict[str, Any], kwargs: 
 @register_model
 def flash_gau_pico(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Mixed chunk for images of 28 to 64 pixels: patch 4, windows of 4 x 4 tokens, convolution on V."""
-    args = dict(img_size=32, patch_size=4, embed_dim=128, depth=12, qk_dim=32, window_size=4, value_conv=True)
+    args = dict(img_size=32, patch_size=4, embed_dim=128, depth=12, qk_dim=16, window_size=4, value_conv=True)
     return _create("flash_gau_pico", pretrained, args, kwargs)
 
 

@@ -100,7 +100,7 @@ class FlashPyramid(nn.Module):
         divisor: str = "outside",
         global_fn: str = "inline",
         branches: str = "both",
-        branch_norm: str = "scale",
+        branch_norm: str = "none",
         gate: bool = True,
         value_conv: bool = False,
         rel_pos_bias: bool = True,

@@ -99,6 +99,9 @@ def test_a_killed_and_a_stopped_grid_go_on_where_they_stood_and_run_nothing_twic
     runner.close()
     assert not runner.todo
 
+    about = json.loads((run / "model.json").read_text())
+    del about["model_kwargs"]["embed_dim"]  # as if it had been a default then, and another one now
+    (run / "model.json").write_text(json.dumps(about))
     sizes = run_tool("lab", "resolution", *words[:-2], "--groups", "[again]", "--img_sizes", "[16,24]")
     assert "| n | 16 px | 24 px |" in sizes.stdout, sizes
     assert len(read_results(folder / SIZES_FILE)) == 2

@@ -87,7 +87,7 @@ def test_deploy_form_has_nothing_left_of_training():
 
 
 def test_plain_global_branch_has_no_factor_of_its_own_any_more():
-    model = timm.create_model("flash_gau_small", **SMALL, global_fn="plain")
+    model = timm.create_model("flash_gau_small", **SMALL, global_fn="plain", branch_norm="scale")
     assert model.blocks[0].unit.global_scale is not None
     assert flash_vision.optimize_for_inference(model).blocks[0].unit.global_scale is None
 

@@ -9,20 +9,20 @@ import flash_vision
 
 # parameters, MACs at the model's own input size (matrix products and convolutions, attention included)
 GOLDEN = {
-    "flash_gau_pico": (1411264, 97522688),
-    "flash_gau_tiny": (5779096, 1237946112),
-    "flash_gau_small": (22317400, 4701298176),
-    "flash_gau_base": (87686872, 18304220160),
-    "flash_gau_large": (308877256, 64998111232),
-    "flash_gau_small_patch8_224": (22322008, 18630632448),
+    "flash_gau_pico": (1385140, 89461760),
+    "flash_gau_tiny": (5779072, 1237946112),
+    "flash_gau_small": (22317376, 4701298176),
+    "flash_gau_base": (87686848, 18304220160),
+    "flash_gau_large": (308877208, 64998111232),
+    "flash_gau_small_patch8_224": (22321984, 18630632448),
     "flash_gau_small_paper": (23141441, 5582564352),
     "flash_quad_tiny": (5866240, 1482328320),
     "flash_quad_small": (22625728, 5103358464),
     "flash_quad_base": (88287040, 18616415232),
-    "flash_pyramid_nano": (3207596, 560916352),
-    "flash_pyramid_tiny": (28804344, 4302452416),
-    "flash_pyramid_small": (48565140, 8558016960),
-    "flash_pyramid_base": (87168100, 15210042560),
+    "flash_pyramid_nano": (3207578, 560916352),
+    "flash_pyramid_tiny": (28804320, 4302452416),
+    "flash_pyramid_small": (48565094, 8558016960),
+    "flash_pyramid_base": (87168054, 15210042560),
 }
 PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
 PEERS["large"] = "vit_large_patch16_224"
