@@ -83,7 +83,8 @@ class LabViT(VisionTransformer):
 
     Raises:
         ValueError: a deviation that is not above 0, an unknown init, an index without a block, a class token beside
-            position_after or value_conv, or a convolutional stem for patches that are not 4 x 4.
+            position_after or value_conv, a grid that is not square with value_conv, or a convolutional stem for patches
+            that are not 4 x 4.
     """
 
     def __init__(
@@ -108,6 +109,9 @@ class LabViT(VisionTransformer):
         if value_conv:
             others["attn_layer"] = ValueConvAttention
         super().__init__(**others)
+        rows, columns = self.patch_embed.grid_size
+        if value_conv and rows != columns:
+            raise ValueError(f"img_size must give a square grid of patches with value_conv, got {rows} x {columns}")
         if conv_stem:
             use_conv_stem(self)
         dim, grid_size = self.embed_dim, self.patch_embed.grid_size

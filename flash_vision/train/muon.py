@@ -12,9 +12,7 @@ def set_muon_precision(device: torch.device) -> None:
     """Lets timm's Muon and AdaMuon orthogonalise in float32 on a CPU, and in bfloat16, as they do, elsewhere.
 
     timm fixes bfloat16, products of which run 10 times slower than float32 ones on a CPU that has no instructions for
-    them. For an update of `flash_gau_pico` they took 1.75 s, in float32 0.10 s, beside 0.4 to 0.5 s of forward and
-    backward (32 images, one thread of an AMD EPYC, Zen 3). The choice holds for the process, whose optimisers all
-    belong to one device.
+    them. The choice holds for the process, whose optimisers all belong to one device.
     """
     in_float32 = partial(_newton_schulz, dtype=torch.float32)
     muon.zeropower_via_newtonschulz = in_float32 if device.type == "cpu" else _newton_schulz

@@ -90,6 +90,11 @@ def test_what_is_no_init_is_refused(option):
         timm.create_model("lab_vit", **SIZES, **option)
 
 
+def test_the_convolution_of_v_takes_a_square_grid():
+    with pytest.raises(ValueError, match="img_size must give a square grid of patches with value_conv, got 8 x 16"):
+        timm.create_model("lab_vit", value_conv=True, **{**SIZES, "img_size": (32, 64)})
+
+
 @pytest.mark.parametrize("option", [{"position_after": (0,)}, {"value_conv": True}])
 def test_a_class_token_has_no_place_in_the_raster(option):
     with pytest.raises(ValueError, match=f"class_token must be False with {next(iter(option))}, got True"):
