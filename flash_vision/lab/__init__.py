@@ -3,6 +3,6 @@
 Importing it registers its models, lab_*, with timm; they are for experiments and no part of the library's interface.
 """
 
-from flash_vision.lab import overlap, position, self_start, vit
+from flash_vision.lab import overlap, position, vit
 
-__all__ = ["overlap", "position", "self_start", "vit"]
+__all__ = ["overlap", "position", "vit"]

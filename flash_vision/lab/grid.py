@@ -29,7 +29,7 @@ RESERVED = frozenset({"data_dir", "dataset", "train_split", "val_split", "seed",
 # so does what decides which losses are seen and when a run gives up
 NEUTRAL = FREE_FIELDS - {"batch_size", "grad_accum_steps", "global_batch_size", "log_interval", "max_nonfinite_steps"}
 EQUAL = ("parameters", "macs", "none")
-GRID_KEYS = ("about", "images", "base", "recipe", "seeds", "library", "variants", "groups")
+GRID_KEYS = ("about", "images", "base", "recipe", "noise", "seeds", "library", "variants", "groups")
 Fields = dict[str, Any]
 
 
@@ -106,12 +106,17 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A grid file as read; see `load_grid`."""
+    """A grid file as read; see `load_grid`.
+
+    Args:
+        noise: deviation between seeds in percent of top-1, for reports of results that do not show it themselves.
+    """
 
     name: str
     about: str
     images: Images
     recipe: Fields
+    noise: float | None
     seeds: Sequence[int]
     variants: dict[str, Fields]
     groups: dict[str, Group]
@@ -160,6 +165,7 @@ def load_grid(path: str | Path) -> Grid:
             about=content["about"],
             images=_build(Images, content["images"], "images"),
             recipe=recipe,
+            noise=_positive_or_none(content.get("noise"), "noise"),
             seeds=content["seeds"],
             variants={name: _resolve(variants, name) for name in variants},
             groups={name: _build(Group, group, f"group {name}") for name, group in content["groups"].items()},
@@ -275,6 +281,12 @@ def _build(kind: Any, content: Any, where: str) -> Any:
         return kind(**content)
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _positive_or_none(value: Any, where: str) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
+        raise ValueError(f"{where} must be a number above 0, got {value!r}")
+    return value
 
 
 def _only(names: Any, known: Any, where: str) -> None:

@@ -64,7 +64,6 @@ class OverlapUnit(MixedChunkUnit):
         expansion: float,
         qk_dim: int,
         branches: str,
-        branch_norm: str,
         global_fn: str,
     ) -> None:
         bias_window = (window_size + margin, window_size + margin)
@@ -73,7 +72,6 @@ class OverlapUnit(MixedChunkUnit):
             expansion=expansion,
             qk_dim=qk_dim,
             branches=branches,
-            branch_norm=branch_norm,
             global_fn=global_fn,
             bias_window=bias_window,
         )
@@ -96,10 +94,7 @@ class OverlapUnit(MixedChunkUnit):
         if not self.has_global:
             return mixed
         real_tokens = context.key_mask.flatten() if context.key_mask is not None else None
-        scale = parameters[-1].view(-1, 1, 1) if self.global_scale is not None else None
-        factors = linear_factors(
-            roles[2].flatten(2, 3), roles[3].flatten(2, 3), real_tokens, scale, global_fn=self.global_fn
-        )
+        factors = linear_factors(roles[2].flatten(2, 3), roles[3].flatten(2, 3), real_tokens, global_fn=self.global_fn)
         return mixed + global_product(*factors, value.flatten(1, 2)[:, None])[:, 0].view_as(value)
 
 
@@ -124,7 +119,6 @@ class OverlapGAU(FlashGAU):
         margin: int,
         expansion: float,
         branches: str,
-        branch_norm: str,
         global_fn: str,
         **others: Any,
     ) -> None:
@@ -136,7 +130,7 @@ class OverlapGAU(FlashGAU):
                     f"{name} must be left out, overlapping windows have one form of it, got {others[name]}"
                 )
         units: dict[str, Any] = dict(expansion=expansion, qk_dim=qk_dim)
-        units |= dict(branches=branches, branch_norm=branch_norm, global_fn=global_fn)
+        units |= dict(branches=branches, global_fn=global_fn)
         super().__init__(embed_dim=embed_dim, depth=depth, window_size=window_size, **units, **others)
         for block in self.blocks:
             block.unit = OverlapUnit(embed_dim, window_size=window_size, margin=margin, **units)
@@ -150,5 +144,5 @@ default_cfgs = lab_cfgs("lab_gau_overlap")
 def lab_gau_overlap(pretrained: bool = False, **kwargs: Any) -> OverlapGAU:
     """Mixed chunk with overlapping windows; sizes as keywords."""
     args: dict[str, Any] = dict(img_size=32, patch_size=4, embed_dim=96, depth=12, window_size=4, margin=1)
-    args |= dict(expansion=2.0, qk_dim=16, branches="both", branch_norm="scale", global_fn="inline")
+    args |= dict(expansion=2.0, qk_dim=16, branches="both", global_fn="inline")
     return build_model_with_cfg(OverlapGAU, "lab_gau_overlap", pretrained, **{**args, **kwargs})

@@ -55,7 +55,7 @@ def report_grid(options: ReportOptions) -> str:
         own = [run for run in runs if run.group == name]
         # n is to be equal in a sweep
         rows[name] = group_rows(own, own if group.sweep else runs, results, options.metric)
-    noise = noise_of(rows)
+    noise = noise_of(rows) or grid.noise
     rows = {name: own for name, own in rows.items() if own and (not options.groups or name in options.groups)}
     if not rows:
         raise ValueError(f"output {options.output}: no results of grid {grid.name} there")

@@ -16,7 +16,7 @@ from flash_vision.lab.cfgs import lab_cfgs
 from flash_vision.lab.position import check_position_after, use_conv_stem
 from flash_vision.layers import ConditionalPosition
 from flash_vision.layers.checks import check_choice
-from flash_vision.models.weights import RESIDUAL_GAIN, init_fan_in
+from flash_vision.models.weights import RESIDUAL_GAIN, init_small_residual
 
 LINEAR_INITS = ("timm", "fan_in")
 TIMM_STD = 0.02
@@ -129,7 +129,7 @@ class LabViT(VisionTransformer):
                 self.pos_embed.mul_(self.pos_embed_std / TIMM_STD)
             for name, module in self.named_modules() if self.linear_init == "fan_in" else ():
                 if isinstance(module, nn.Linear):
-                    init_fan_in(module, name, needs_reset=False)
+                    init_small_residual(module, name, needs_reset=False)
                     if name.endswith(("attn.proj", "mlp.fc2")):
                         module.weight.mul_(RESIDUAL_GAIN)
 

@@ -22,16 +22,13 @@ from flash_vision.ops.attention import (
     GLOBAL_FNS,
     SCORE_FNS,
     attention_weights,
-    global_product,
     linear_factors,
-    local_product,
 )
 from flash_vision.ops.gated import Factors, apply_factors
 from flash_vision.ops.position import rotate
 from flash_vision.ops.windows import merge_windows, partition_windows
 
 BRANCHES = ("both", "local", "global")
-BRANCH_NORMS = ("none", "scale", "rms")
 
 
 def _split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -46,14 +43,6 @@ def _merge_heads(x: Tensor, num_heads: int) -> Tensor:
     if num_heads == 1:
         return x.squeeze(1)
     return x.permute(0, 2, 3, 1, 4).flatten(3)
-
-
-class BranchNorm(nn.RMSNorm):
-    """RMS norm over E in the dtype of its input: mixed dtypes, as under autocast, have no fused kernel."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, G, P, E) to the same."""
-        return F.rms_norm(x, [x.shape[-1]], self.weight.to(x.dtype), 1e-6)
 
 
 class GatedAttentionUnit(nn.Module):
@@ -201,10 +190,8 @@ class MixedChunkUnit(GatedAttentionUnit):
     non-causal). The paper's chunks are 1-D; here they are 2-D windows.
 
     Args:
-        global_fn: "plain" (the paper's), "inline" or "elu1", see `ops.attention.linear_attention`.
+        global_fn: "plain" (the paper's) or "inline", see `ops.attention.linear_attention`.
         branches: "both", or "local" or "global" alone, for ablation.
-        branch_norm: balance of the branches: "none" (the paper's), "scale" (a learned factor on the global branch for
-            each head; the local one's would be Wo's) or "rms" (an RMS norm over E for each branch).
         others: as in `GatedAttentionUnit`.
 
     Raises:
@@ -225,7 +212,6 @@ class MixedChunkUnit(GatedAttentionUnit):
         divisor: str = "outside",
         global_fn: str = "plain",
         branches: str = "both",
-        branch_norm: str = "none",
         gate: bool = True,
         bias_window: Optional[Tuple[int, int]] = None,
         value_conv: bool = False,
@@ -235,7 +221,6 @@ class MixedChunkUnit(GatedAttentionUnit):
         dd: Dict[str, Any] = {"device": device, "dtype": dtype}
         check_choice("global_fn", global_fn, GLOBAL_FNS)
         check_choice("branches", branches, BRANCHES)
-        check_choice("branch_norm", branch_norm, BRANCH_NORMS)
         super().__init__(
             dim,
             num_roles=4 if branches == "both" else 2,
@@ -252,37 +237,6 @@ class MixedChunkUnit(GatedAttentionUnit):
         self.global_fn = global_fn
         self.has_local = branches != "global"
         self.has_global = branches != "local"
-        scaled, normed = branch_norm == "scale" and branches == "both", branch_norm == "rms"
-        self.global_scale = nn.Parameter(torch.empty(num_heads, **dd)) if scaled else None
-        hidden_dim = self.value.out_features
-        self.local_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_local else None
-        self.global_norm = BranchNorm(hidden_dim, **dd) if normed and self.has_global else None
-        self.recomputes = self.recomputes and not normed
-        self.shares_buffers = self.shares_buffers and not normed
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The branch factor 1."""
-        if self.global_scale is not None:
-            nn.init.ones_(self.global_scale)
-
-    def reparameterize(self) -> None:
-        """For inference: the branch factor becomes part of the global query's roles, where q~ is linear in q."""
-        if self.global_scale is not None and self.global_fn == "plain":
-            factor = self.global_scale.detach().repeat_interleave(self.scale_offset.gamma.shape[1] // self.num_heads)
-            with torch.no_grad():
-                self.scale_offset.gamma[-2].mul_(factor)
-                self.scale_offset.beta[-2].mul_(factor)
-            self.global_scale = None
-
-    def factor_parameters(self) -> List[Tensor]:
-        """What `factors` depends on: gamma, beta, the bias table and the branch factor, as far as there are any."""
-        parameters: List[Tensor] = [self.scale_offset.gamma, self.scale_offset.beta]
-        if self.position_bias is not None:
-            parameters.append(self.position_bias.relative_position_bias_table)
-        if self.global_scale is not None:
-            parameters.append(self.global_scale)
-        return parameters
 
     def factors(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> Factors:
         """The weights that the values are mixed with, as in `GatedAttentionUnit.factors`, of each branch present."""
@@ -294,31 +248,13 @@ class MixedChunkUnit(GatedAttentionUnit):
             weights = self._local_weights(roles[0], roles[1], parameters, context)
         if self.has_global:
             mask = context.key_mask
-            scale = parameters[-1].view(-1, 1, 1) if self.global_scale is not None else None
             queries, keys = linear_factors(
                 roles[-2].flatten(2, 3),
                 roles[-1].flatten(2, 3),
                 mask.flatten() if mask is not None else None,
-                scale,
                 global_fn=self.global_fn,
             )
         return weights, queries, keys
-
-    def mix(self, base: Tensor, value: Tensor, context: TokenContext) -> Tensor:
-        """Mix the tokens: base, pre-activation, (B, G, P, S) and value (B, G, P, E) to (B, G, P, E)."""
-        weights, queries, keys = self.factors(base, self.factor_parameters(), context)
-        v = _split_heads(value, self.num_heads)
-        if self.local_norm is None and self.global_norm is None:
-            return _merge_heads(apply_factors(weights, queries, keys, v), self.num_heads)
-        mixed: Optional[Tensor] = None
-        if self.local_norm is not None and weights is not None:
-            mixed = self.local_norm(_merge_heads(local_product(weights, v), self.num_heads))
-        if self.global_norm is not None and queries is not None and keys is not None:
-            between = global_product(queries, keys, v.flatten(2, 3)).unflatten(2, (v.shape[2], v.shape[3]))
-            between = self.global_norm(_merge_heads(between, self.num_heads))
-            mixed = between if mixed is None else mixed + between
-        assert mixed is not None
-        return mixed
 
 
 # decorating would turn the classes into plain nn.Module for a type checker

@@ -7,10 +7,9 @@ from torch import nn
 def optimize_for_inference(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """The same function of an image, equal to rounding, without what only training needs.
 
-    Folds LayerScale into the output projection and, with `global_fn="plain"`, the factor of the global branch into its
-    query's scale and offset; other layers fold as timm's `reparameterize_model` knows. Drops dropout and stochastic
-    depth, freezes the weights and sets evaluation mode. Under `torch.no_grad()` each gated unit then adds its output
-    onto the tokens in place, so what a hook keeps of one block is overwritten by the next.
+    Folds LayerScale into the output projection; other layers fold as timm's `reparameterize_model` knows. Drops dropout
+    and stochastic depth, freezes the weights and sets evaluation mode. Under `torch.no_grad()` each gated unit then
+    adds its output onto the tokens in place, so what a hook keeps of one block is overwritten by the next.
 
     Not folded: the norm's scale and shift, since projections would need biases, which cost a pass over their output.
 

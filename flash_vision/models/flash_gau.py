@@ -104,7 +104,6 @@ def flash_gau_small_paper(pretrained: bool = False, **kwargs) -> FlashGAU:
         qk_dim=128,
         divisor="inside",
         global_fn="plain",
-        branch_norm="none",
         rope_temperature=10000.0,
         pos_embed="sincos",
         position_conv=False,

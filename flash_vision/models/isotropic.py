@@ -78,7 +78,7 @@ class FlashGAU(nn.Module):
         window_size: nominal window side or (rows, columns) in tokens, and the reach of the relative position bias;
             the sides used are those near it that leave the least padding.
         score_fn, divisor, gate, value_conv: see `layers.GatedAttentionUnit`.
-        global_fn, branches, branch_norm: see `layers.MixedChunkUnit`.
+        global_fn, branches: see `layers.MixedChunkUnit`.
         rel_pos_bias: learned score offsets inside the window.
         rope_temperature: base of 2-D rotary frequencies on all queries and keys; None for no rotary embedding.
         pos_embed: "learn", "sincos" (fixed, with a learned scale) or "none".
@@ -90,8 +90,8 @@ class FlashGAU(nn.Module):
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last unit, rising linearly from 0 with depth.
-        weight_init: "" (fan-in scaled, the units' output at a tenth), "fan_in" (without the tenth), "paper" (all
-            weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
+        weight_init: "" (fan-in scaled, the units' output at a tenth), "paper" (all weights and gamma N(0, .02)),
+            "reset" (torch's own) or "skip".
 
     Raises:
         ValueError: for a name or number out of range, and for options that the chosen unit does not have.
@@ -118,7 +118,6 @@ class FlashGAU(nn.Module):
         divisor: str = "outside",
         global_fn: str = "inline",
         branches: str = "both",
-        branch_norm: str = "none",
         gate: bool = True,
         value_conv: bool = False,
         rel_pos_bias: bool = True,
@@ -199,7 +198,7 @@ class FlashGAU(nn.Module):
                 value_conv=value_conv,
                 bias_window=window_size if rel_pos_bias else None,
             ),
-            dict(global_fn=global_fn, branches=branches, branch_norm=branch_norm),
+            dict(global_fn=global_fn, branches=branches),
         )
         self.blocks = nn.ModuleList(
             [

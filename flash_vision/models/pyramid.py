@@ -67,7 +67,7 @@ class FlashPyramid(nn.Module):
         window_size: nominal window side or (rows, columns) in tokens, and the reach of the relative position bias;
             the sides used are those near it that leave the least padding.
         score_fn, divisor, gate, value_conv: see `layers.GatedAttentionUnit`.
-        global_fn, branches, branch_norm: see `layers.MixedChunkUnit`.
+        global_fn, branches: see `layers.MixedChunkUnit`.
         rel_pos_bias: learned score offsets inside the window.
         position_conv: a depthwise 3x3 convolution at the start of each stage, see `layers.ConditionalPosition`.
         init_values: start of LayerScale, None for none.
@@ -75,8 +75,8 @@ class FlashPyramid(nn.Module):
         strict_img_size: refuse images that are not img_size; by default the opposite of dynamic_img_size.
         drop_rate: dropout before the head.
         drop_path_rate: stochastic depth of the last unit, rising linearly from 0 with depth.
-        weight_init: "" (fan-in scaled, the units' output at a tenth), "fan_in" (without the tenth), "paper" (all
-            weights and gamma N(0, .02)), "reset" (torch's own) or "skip".
+        weight_init: "" (fan-in scaled, the units' output at a tenth), "paper" (all weights and gamma N(0, .02)),
+            "reset" (torch's own) or "skip".
 
     Raises:
         ValueError: for a name or number out of range.
@@ -100,7 +100,6 @@ class FlashPyramid(nn.Module):
         divisor: str = "outside",
         global_fn: str = "inline",
         branches: str = "both",
-        branch_norm: str = "none",
         gate: bool = True,
         value_conv: bool = False,
         rel_pos_bias: bool = True,
@@ -146,7 +145,6 @@ class FlashPyramid(nn.Module):
                 divisor=divisor,
                 global_fn=global_fn,
                 branches=branches,
-                branch_norm=branch_norm,
                 gate=gate,
                 bias_window=self.window_size if rel_pos_bias else None,
                 value_conv=value_conv,

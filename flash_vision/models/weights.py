@@ -14,28 +14,17 @@ from flash_vision.layers.position import resize_bias_table
 RESIDUAL_GAIN = 0.1  # of what ends a residual branch, over fan-in scaling, at the start
 
 
-def init_fan_in(module: nn.Module, name: str, needs_reset: bool) -> None:
-    """Linear weights with variance 1 / fan-in, biases 0; the head with deviation .02.
+def init_small_residual(module: nn.Module, name: str, needs_reset: bool) -> None:
+    """Linear weights with variance 1 / fan-in, those of the units' outputs at a tenth; biases 0; the head N(0, .02).
 
     A gated unit's output goes with the seventh power of its weights' scale, so the published .02 means something
-    else at every width; fan-in scaling does not.
+    else at every width; fan-in scaling does not. The tenth lets every block start near the identity: what LayerScale
+    (2103.17239) does at the start, without its pass over the tokens.
     """
-    _init_linear(module, name, needs_reset, residual_gain=1.0)
-
-
-def init_small_residual(module: nn.Module, name: str, needs_reset: bool) -> None:
-    """`init_fan_in` with the units' output projections at a tenth, so that every block starts near the identity.
-
-    What LayerScale (2103.17239) does at the start, without its pass over the tokens.
-    """
-    _init_linear(module, name, needs_reset, residual_gain=RESIDUAL_GAIN)
-
-
-def _init_linear(module: nn.Module, name: str, needs_reset: bool, *, residual_gain: float) -> None:
     if isinstance(module, nn.Linear):
         std = 0.02 if name in ("head", "head.fc") else module.in_features**-0.5
         if name.endswith("unit.proj"):
-            std *= residual_gain
+            std *= RESIDUAL_GAIN
         nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
@@ -64,7 +53,7 @@ def init_reset(module: nn.Module, name: str, needs_reset: bool) -> None:
         module.reset_parameters()  # pyright: ignore[reportCallIssue]
 
 
-INIT_SCHEMES = {"": init_small_residual, "fan_in": init_fan_in, "paper": init_paper, "reset": init_reset}
+INIT_SCHEMES = {"": init_small_residual, "paper": init_paper, "reset": init_reset}
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, Any], model: Any) -> Dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 SCORE_FNS = ("relu2", "laplace", "softmax")
 DIVISORS = ("inside", "outside")
-GLOBAL_FNS = ("plain", "inline", "elu1")
+GLOBAL_FNS = ("plain", "inline")
 
 
 # CPUs without instructions for them: torch's products then take several times as long as in float32
@@ -156,45 +156,36 @@ def attention_weights(
     return weights if inside and weights.dtype == torch.float32 else weights.to(q.dtype)
 
 
-def linear_factors(
-    q: Tensor, k: Tensor, key_mask: Optional[Tensor] = None, scale: Optional[Tensor] = None, *, global_fn: str
-) -> Tuple[Tensor, Tensor]:
+def linear_factors(q: Tensor, k: Tensor, key_mask: Optional[Tensor] = None, *, global_fn: str) -> Tuple[Tensor, Tensor]:
     """q~ and k~ with q~ k~^T = the N x N weights of linear attention, which are never formed.
 
     plain: q k^T / n, signed, no feature map, no denominator (FLASH, 2202.10447, section 3.2).
     inline: [q, 1] [(k - mean k) / n, 1/n]^T: rows sum to one by subtraction (InLine, 2412.06590, where q k is not
     divided by n).
-    elu1: phi(q) phi(k)^T / (phi(q) sum phi(k)), phi = elu + 1 (2006.16236, equation 7).
     1/n goes to the keys, so that no sum over tokens grows with their number.
 
     Args:
         q, k: (..., N, S).
         key_mask: (..., N) bool, True for real tokens, leading axes broadcast; None if all are real.
-        scale: factor on the weights, broadcasts to (..., N, S); None for 1.
-        global_fn: "plain", "inline" or "elu1".
+        global_fn: "plain" or "inline".
 
     Returns:
         Two tensors (..., N, R), R = S + 1 for "inline", else S; k~ is float32 where k is float16.
     """
     if k.dtype == torch.float16:
         k = k.float()  # 1/n alone is below the smallest normal float16 from 16,384 tokens on
-    if global_fn == "elu1":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
     if key_mask is None:
         keys = k / k.shape[-2]
         share = torch.ones(1, dtype=k.dtype, device=k.device).expand(k.shape[-2]) / k.shape[-2]
     else:
         share = key_mask.to(k.dtype) / key_mask.sum(-1, keepdim=True)
         keys = k * share[..., None]
-    if global_fn == "elu1":
-        total = keys.sum(-2, keepdim=True)
-        q = q / torch.matmul(q.to(total.dtype), total.transpose(-2, -1)).clamp(min=1e-5).to(q.dtype)
-    elif global_fn == "inline":
+    if global_fn == "inline":
         ones = torch.ones(1, dtype=q.dtype, device=q.device).expand(q.shape[:-1])[..., None]
         q = torch.cat([q, ones], dim=-1)
         column = share.expand(k.shape[:-1])[..., None]
         keys = torch.cat([keys - keys.sum(-2, keepdim=True) * column, column], dim=-1)
-    return q if scale is None else q * scale.to(q.dtype), keys
+    return q, keys
 
 
 def local_product(weights: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
@@ -289,16 +280,15 @@ def linear_attention(
     k: Tensor,
     v: Tensor,
     key_mask: Optional[Tensor] = None,
-    scale: Optional[Tensor] = None,
     *,
     global_fn: str,
 ) -> Tensor:
-    """scale * W V with the weights W of `linear_factors`, linear in N: the global branch, non-causal.
+    """W V with the weights W of `linear_factors`, linear in N: the global branch, non-causal.
 
     Args:
         q, k: (..., N, S).
         v: (..., N, E).
-        key_mask, scale, global_fn: as in `linear_factors`.
+        key_mask, global_fn: as in `linear_factors`.
 
     Returns:
         (..., N, E), dtype of v.
@@ -306,5 +296,5 @@ def linear_attention(
     Cost:
         2 N R E MACs.
     """
-    queries, keys = linear_factors(q, k, key_mask, scale, global_fn=global_fn)
+    queries, keys = linear_factors(q, k, key_mask, global_fn=global_fn)
     return global_product(queries, keys, v)

@@ -65,19 +65,15 @@ def linear_weights(q: Tensor, k: Tensor, key_mask: Optional[Tensor], global_fn: 
     """The N x N weights that linear attention never forms: (..., N, N), zero for padded keys.
 
     plain: q_i k_j / n. inline: (q_i k_j - mean_j(q_i k_j) + 1) / n, whose rows sum to one (InLine, 2412.06590).
-    elu1: phi(q_i) phi(k_j) / sum_j phi(q_i) phi(k_j), phi = elu + 1 (2006.16236, equation 7).
     """
     mask = torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     real = mask[..., None, :].to(q.dtype)
     num_keys = real.sum(-1, keepdim=True)
-    if global_fn == "elu1":
-        products = ((torch.nn.functional.elu(q) + 1) @ (torch.nn.functional.elu(k) + 1).mT) * real
-        return products / products.sum(-1, keepdim=True)
     products = (q @ k.mT) * real
     if global_fn == "inline":
         products = (products - products.sum(-1, keepdim=True) / num_keys + 1) * real
     elif global_fn != "plain":
-        raise ValueError(f"global_fn must be plain, inline or elu1, got {global_fn!r}")
+        raise ValueError(f"global_fn must be plain or inline, got {global_fn!r}")
     return products / num_keys
 
 

@@ -124,6 +124,7 @@ def test_the_recipe_and_the_variants_may_stand_in_files_of_their_own(write_grid,
         ({"groups": {"g": {"question": "?", "variants": ["vit"], "equl": "macs"}}}, r"group g: keys: equl is none of"),
         ({"groups": {"g": {"question": "?", "variants": ["vit"], "equal": "size"}}}, r"equal must be one of .*'size'"),
         ({"groups": {"g": {"variants": ["vit"]}}}, r"group g: .*question"),
+        ({"noise": 0}, r"noise must be a number above 0, got 0"),
         ({"variants": {"vit": {"extends": "other"}}}, r"variant vit: extends other, which is not there"),
         (
             {"variants": {"a": {"model": "x"}, "b": {"extends": "a", "model_kwargs": {"depth": None}}}},

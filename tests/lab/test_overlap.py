@@ -12,9 +12,7 @@ SIZES = {"embed_dim": 16, "depth": 2, "qk_dim": 8, "window_size": 4, "num_classe
 
 def test_without_a_margin_the_model_is_mixed_chunk():
     overlap = timm.create_model("lab_gau_overlap", margin=0, **SIZES).eval()
-    mixed = timm.create_model(
-        "flash_gau_pico", value_conv=False, global_fn="inline", branch_norm="scale", **SIZES
-    ).eval()
+    mixed = timm.create_model("flash_gau_pico", value_conv=False, global_fn="inline", **SIZES).eval()
     mixed.load_state_dict(overlap.state_dict())
     for image in (torch.randn(2, 3, 32, 32), torch.randn(1, 3, 44, 60)):
         torch.testing.assert_close(overlap(image), mixed(image))

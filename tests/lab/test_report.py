@@ -123,6 +123,14 @@ def test_the_first_variant_stands_for_all_its_seeds_and_group_a_gives_the_noise(
     assert below == ["Commits: aaaaaaa+."]
 
 
+def test_the_noise_of_the_grid_stands_in_where_the_results_show_none(reported):
+    groups = {"few": {"question": "?", "variants": TWO}}
+    values = {("few", "vit", 0): {"top1": 40.0}, ("few", "vit-one-head", 0): {"top1": 38.5}}
+    _, rows, below = reported(groups, values, noise=0.5)["few"]
+    assert rows["vit-one-head"]["to the first"] == "-1.50*"
+    assert below[0] == "Noise s = 0.50. An asterisk: beyond 2 s sqrt(1/1 + 1/n), 1.41 for n = 1."
+
+
 def test_a_difference_beyond_the_noise_has_an_asterisk(reported):
     groups = {"few": {"question": "?", "variants": TWO, "seeds": [0, 1]}}
     values = {("few", "vit", 0): {"top1": 40.0}, ("few", "vit", 1): {"top1": 41.0}}

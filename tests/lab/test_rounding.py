@@ -70,7 +70,7 @@ def test_a_whole_network_errs_about_as_much_as_under_autocast(model):
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_products_into_a_given_buffer_are_rounded_there(checkpoint):
     """The training forms of a gated unit write most of their products into buffers."""
-    block = GatedBlock(24, MixedChunkUnit(24, qk_dim=8, global_fn="inline", branch_norm="scale"))
+    block = GatedBlock(24, MixedChunkUnit(24, qk_dim=8, global_fn="inline"))
     block.unit.value.weight.data.normal_()
     context = TokenWindows((8, 8), (4, 4))(torch.randn(2, 8, 8, 24))[1]
     x = torch.randn(2, 4, 16, 24)

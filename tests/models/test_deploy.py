@@ -24,7 +24,6 @@ VARIANTS = {
     "mixed": ("flash_gau_small", {}),
     "plain global branch": ("flash_gau_small", {"global_fn": "plain"}),
     "plain, two heads": ("flash_gau_small", {"global_fn": "plain", "num_heads": 2}),
-    "rms": ("flash_gau_small", {"branch_norm": "rms"}),
     "convolution": ("flash_gau_small", {"value_conv": True}),
     "rotary": ("flash_gau_small_paper", {}),
     "quadratic": ("flash_quad_small", {}),
@@ -84,12 +83,6 @@ def test_deploy_form_has_nothing_left_of_training():
     assert not deployed.training
     assert not any(p.requires_grad for p in deployed.parameters())
     assert flash_vision.optimize_for_inference(model, inplace=True) is model
-
-
-def test_plain_global_branch_has_no_factor_of_its_own_any_more():
-    model = timm.create_model("flash_gau_small", **SMALL, global_fn="plain", branch_norm="scale")
-    assert model.blocks[0].unit.global_scale is not None
-    assert flash_vision.optimize_for_inference(model).blocks[0].unit.global_scale is None
 
 
 def test_deploy_form_takes_other_timm_models():

@@ -36,7 +36,7 @@ def test_another_size_gives_what_a_model_resized_to_it_gives(name):
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"value_conv": True, "position_conv": False}, {"score_fn": "laplace", "global_fn": "elu1"}]
+    "overrides", [{}, {"value_conv": True, "position_conv": False}, {"score_fn": "laplace", "global_fn": "plain"}]
 )
 @pytest.mark.parametrize("name", ["flash_gau_pico", "flash_gau_small_paper"])
 @torch.no_grad()
@@ -114,16 +114,13 @@ ABLATIONS = {
     "laplace": {"score_fn": "laplace"},
     "divisor inside": {"divisor": "inside"},
     "plain global": {"global_fn": "plain"},
-    "elu1 global": {"global_fn": "elu1"},
-    "unbalanced": {"branch_norm": "none", "value_conv": False},
-    "rms": {"branch_norm": "rms"},
     "no convolution": {"value_conv": False},
     "no convolution after the stem": {"position_conv": False},
     "rotary": {"rope_temperature": 100.0},
     "sincos": {"pos_embed": "sincos"},
     "no position": {"pos_embed": "none", "rel_pos_bias": False},
     "layer scale": {"init_values": 1e-5},
-    "large start": {"weight_init": "fan_in"},
+    "large start": {"weight_init": "reset"},
     "no token mixing": {"unit": "glu", "value_conv": False},
 }
 
@@ -160,12 +157,12 @@ def test_one_window_of_local_attention_is_the_quadratic_model():
 
 
 def test_default_init_is_fan_in_scaling_with_the_units_output_at_a_tenth():
-    torch.manual_seed(0)
-    full = build("flash_gau_tiny", weight_init="fan_in").state_dict()
-    torch.manual_seed(0)
-    default = build("flash_gau_tiny")
-    for name, parameter in default.named_parameters():
-        torch.testing.assert_close(parameter, full[name] * (0.1 if name.endswith("unit.proj.weight") else 1.0))
+    for name, module in build("flash_gau_tiny").named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "head":
+            gain = 0.1 if name.endswith("unit.proj") else 1.0
+            # a normal distribution cut at 3 deviations has .987 of its deviation
+            expected = 0.987 * gain * module.in_features**-0.5
+            assert module.weight.std().item() == pytest.approx(expected, rel=0.05), name
 
 
 @pytest.mark.parametrize("name", ["flash_gau_tiny", "flash_gau_base", "flash_gau_small_paper"])

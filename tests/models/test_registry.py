@@ -74,7 +74,6 @@ def test_paper_recipe_is_the_published_one():
     unit = model.blocks[0].unit
     assert (unit.score_fn, unit.divisor, unit.global_fn, unit.num_heads) == ("relu2", "inside", "plain", 1)
     assert unit.value_conv is None
-    assert unit.global_scale is None
     assert model.pos_embed is None
     assert model.pos_scale.item() == pytest.approx(384**-0.5)
     assert model.windows.rope_temperature == 10000
