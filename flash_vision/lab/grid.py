@@ -74,11 +74,15 @@ class Run:
     images: Images
 
     @functools.cached_property
+    def decisive(self) -> Fields:
+        """What of the configuration decides the outcome, the defaults included, so that a changed one counts."""
+        fields = self.train_config().as_dict()
+        return {name: value for name, value in fields.items() if name not in NEUTRAL | RESERVED}
+
+    @functools.cached_property
     def setting(self) -> str:
         """Equal for runs that differ in their seed alone, whatever they are called."""
-        fields = self.train_config().as_dict()  # the defaults included, so that a changed one counts
-        fields = {name: value for name, value in fields.items() if name not in NEUTRAL | RESERVED}
-        return _digest([fields, self.emulate, dataclasses.asdict(self.images)])
+        return _digest([self.decisive, self.emulate, dataclasses.asdict(self.images)])
 
     @property
     def key(self) -> str:

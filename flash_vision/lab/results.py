@@ -117,7 +117,7 @@ def make_result(grid: str, run: Run, folder: Path, size: Size, exit_code: int, t
         "spikes": count_spikes(losses),
         "nonfinite": len(skipped),
         "emulate": run.emulate,
-        "config": config,
+        "config": run.decisive,  # no paths: lines are to be shared
         "tree": tree,
         **{name: description[name] for name in ("commit", "versions", "device", "threads")},
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -249,6 +249,8 @@ def test_a_run_that_ends_near_the_loss_of_guessing_has_diverged(write_grid, tmp_
 
     good = made([0.99] * 20)  # ln 3 - 0.1 = 0.9986
     assert good["tree"] == "f" * 40
+    assert good["config"]["epochs"] == config["epochs"]
+    assert not {"data_dir", "output", "experiment"} & good["config"].keys()  # lines of results are shared
     assert (good["diverged"], good["top1"], good["best_top1"], good["nonfinite"]) == (False, 51.5, 52.0, 2)
     assert (good["updates"], good["images"], good["train_seconds"]) == (20, 160, 3.2)
     assert made([0.5] * 10 + [1.0] * 10)["diverged"]
