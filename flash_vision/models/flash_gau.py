@@ -10,6 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from flash_vision.models.isotropic import FlashGAU
+from flash_vision.models.shipped import shipped_cfg
 from flash_vision.models.weights import checkpoint_filter_fn
 
 
@@ -33,7 +34,9 @@ def _cfg(url: str = "", **kwargs) -> Dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        "flash_gau_pico": _cfg(input_size=(3, 32, 32), crop_pct=1.0),
+        # the first is what the name without a tag stands for; the data they come from have no licence
+        "flash_gau_pico.cifar100": _cfg(**shipped_cfg("flash_gau_pico.cifar100"), license="other"),
+        "flash_gau_pico.eurosat": _cfg(**shipped_cfg("flash_gau_pico.eurosat"), license="other"),
         "flash_gau_tiny": _cfg(),
         "flash_gau_small": _cfg(),
         "flash_gau_base": _cfg(),

@@ -157,7 +157,12 @@ def _read_class_map(path: str) -> dict[str, int]:
 
 def _check_split(root: str, split: str) -> None:
     """A root that holds splits, none of them the one asked for, would be read as one data set with both."""
-    splits = sorted({"train", "val", "validation", "test"} & {entry.name for entry in Path(root).iterdir()})
+    # a class may be called train: CIFAR-100 has one
+    splits = sorted(
+        name
+        for name in ("train", "val", "validation", "test")
+        if (Path(root) / name).is_dir() and any(entry.is_dir() for entry in (Path(root) / name).iterdir())
+    )
     if splits:
         raise ValueError(f"split {split!r}: {root} has no such folder, only {', '.join(splits)}")
 

@@ -81,7 +81,7 @@ def load_model(source: ModelSource) -> LoadedModel:
         name=name,
         model=model.eval(),
         num_classes=width,
-        class_names=sidecar.class_names if sidecar else None if source.checkpoint else _imagenet_names(model),
+        class_names=sidecar.class_names if sidecar else None if source.checkpoint else _published_names(model),
         preprocessing=sidecar.data_config if sidecar else {},
     )
 
@@ -225,7 +225,10 @@ def load_strictly(model: nn.Module, checkpoint: str, *, use_ema: bool, what: str
     model.load_state_dict(state, strict=True)
 
 
-def _imagenet_names(model: nn.Module) -> tuple[str, ...] | None:
-    """The names of an ImageNet head's classes, told by its width as timm does; None for any other width."""
+def _published_names(model: nn.Module) -> tuple[str, ...] | None:
+    """The class names in the pretrained cfg, or ImageNet's, told by the head's width as timm does; else None."""
+    names = model.pretrained_cfg.get("label_names")  # pyright: ignore[reportAttributeAccessIssue,reportCallIssue]
+    if names and len(names) == model.num_classes:
+        return tuple(names)
     subset = infer_imagenet_subset(model)
     return tuple(ImageNetInfo(subset).label_descriptions()) if subset else None

@@ -91,6 +91,16 @@ def test_a_sweep_evaluates_every_size_with_every_crop(folder, tmp_path):
     assert rows_of(alone) == rows_of(report.evaluations[-1])
 
 
+@pytest.mark.parametrize("below", ["", "test"])
+def test_a_class_may_be_called_train(below, weights, tmp_path):
+    """CIFAR-100 has one; a split's folder that holds it is no root of splits."""
+    classes = ("blue", "green", "train")
+    write_class_folder(tmp_path / "data" / "test", classes=classes)
+    report = validate(config(tmp_path / "data" / below, weights, split="test"))
+    assert tuple(report.class_names) == classes
+    assert report.evaluations[0].num_images == 12
+
+
 def test_autocast_channels_last_and_compile_run_through_the_same_counts(folder, weights):
     plain = validate(config(folder, weights)).evaluations[0]
     assert rows_of(validate(config(folder, weights, torchcompile="eager", channels_last=True)).evaluations[0]) == (
@@ -287,4 +297,4 @@ def test_a_class_count_that_does_not_fit_the_head_is_refused(folder, tmp_path):
 
 def test_without_weights_or_model_the_line_says_what_to_give(folder):
     assert "give --model" in run_tool("validate", "--data_dir", folder).refused()
-    assert "cannot be built" in run_tool("validate", "--model", "flash_gau_pico", "--data_dir", folder).refused()
+    assert "cannot be built" in run_tool("validate", "--model", "flash_gau_tiny", "--data_dir", folder).refused()
