@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains flash_gau_pico on 5,000 handwritten digits in 3 to 4 minutes: python tools/quickstart.py [--data DIR]."""
+"""Trains flash_gau_pico on 5,000 handwritten digits in 2 to 4 minutes: python tools/quickstart.py [--data DIR]."""
 
 import os
 import sys
