@@ -227,7 +227,7 @@ def load_strictly(model: nn.Module, checkpoint: str, *, use_ema: bool, what: str
 
 def _published_names(model: nn.Module) -> tuple[str, ...] | None:
     """The class names in the pretrained cfg, or ImageNet's, told by the head's width as timm does; else None."""
-    names = model.pretrained_cfg.get("label_names")  # pyright: ignore[reportAttributeAccessIssue,reportCallIssue]
+    names = getattr(model, "pretrained_cfg", {}).get("label_names")
     if names and len(names) == model.num_classes:
         return tuple(names)
     subset = infer_imagenet_subset(model)
