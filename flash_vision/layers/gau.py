@@ -22,6 +22,7 @@ from flash_vision.ops.attention import (
     GLOBAL_FNS,
     SCORE_FNS,
     attention_weights,
+    joint_weights,
     linear_factors,
 )
 from flash_vision.ops.gated import Factors, apply_factors
@@ -198,7 +199,7 @@ class MixedChunkUnit(GatedAttentionUnit):
         ValueError: for a name or number out of range.
 
     Cost:
-        3 C E + C S + P (S + E) + 2 S E MACs a token.
+        3 C E + C S + P (S + E) + 2 S E MACs a token; where one window holds all, P S in place of 2 S E.
     """
 
     def __init__(
@@ -239,7 +240,10 @@ class MixedChunkUnit(GatedAttentionUnit):
         self.has_global = branches != "local"
 
     def factors(self, base: Tensor, parameters: List[Tensor], context: TokenContext) -> Factors:
-        """The weights that the values are mixed with, as in `GatedAttentionUnit.factors`, of each branch present."""
+        """The weights that the values are mixed with, as in `GatedAttentionUnit.factors`, of each branch present.
+
+        One window that holds all tokens has the sum of both branches as the weights of the first.
+        """
         roles = self._roles(base, parameters, context)
         weights: Optional[Tensor] = None
         queries: Optional[Tensor] = None
@@ -254,6 +258,8 @@ class MixedChunkUnit(GatedAttentionUnit):
                 mask.flatten() if mask is not None else None,
                 global_fn=self.global_fn,
             )
+            if weights is not None and weights.shape[2] == 1:
+                return joint_weights(weights, queries, keys), None, None
         return weights, queries, keys
 
 

@@ -25,6 +25,7 @@ ATTENTION_FUNCTIONS = {
     "mixed_product": "quadratic",
     "linear_attention": "linear",
     "linear_factors": "linear",
+    "joint_weights": "quadratic",
     "key_value_summary": "linear",
     "global_product": "linear",
 }

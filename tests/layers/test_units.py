@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_vision.layers import (
     GatedAttentionUnit,
@@ -14,10 +15,12 @@ from flash_vision.layers import (
     ScaleOffset,
     TokenWindows,
 )
-from flash_vision.ops import reference
+from flash_vision.ops import linear_attention, quadratic_attention, reference
 from flash_vision.ops.windows import merge_windows, partition_windows
 
 DIM = 12
+# with windows of 3 x 3: one padded window, one whole window, several, several padded ones
+SIZES = [(1, 1), (3, 4), (6, 3), (7, 5)]
 
 
 def tokens_of(height, width, *, window=(3, 3), one_window=False, rotary_dim=0):
@@ -39,7 +42,7 @@ def roles_of(unit, x):
 
 @pytest.mark.parametrize("global_fn", ["plain", "inline"])
 @pytest.mark.parametrize(("score_fn", "divisor"), [("relu2", "inside"), ("relu2", "outside"), ("laplace", "outside")])
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+@pytest.mark.parametrize(("height", "width"), SIZES)
 def test_mixed_chunk_unit_is_its_formula(height, width, score_fn, divisor, global_fn):
     x, context = tokens_of(height, width)
     how = {"score_fn": score_fn, "divisor": divisor, "global_fn": global_fn}
@@ -142,6 +145,31 @@ def test_both_branches_are_the_sum_of_each_alone():
     torch.testing.assert_close(both(x, context), total)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_one_window_takes_one_product_with_the_values(training):
+    x, context = tokens_of(4, 3, window=(4, 3))
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, global_fn="inline"))
+    tokens, hidden = x.shape[0] * 12, 2 * DIM
+    with torch.set_grad_enabled(training), FlopCounterMode(display=False) as counter:
+        unit(x, context)
+    assert counter.get_total_flops() / 2 / tokens == 3 * DIM * hidden + DIM * 8 + 12 * (8 + 9 + hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("divisor", ["inside", "outside"])
+def test_one_window_loses_no_more_in_low_precision_than_the_branches_apart(divisor, dtype):
+    x, context = tokens_of(7, 7, window=(7, 7))
+    unit = randomised(MixedChunkUnit(DIM, qk_dim=8, divisor=divisor, bias_window=(7, 7), global_fn="inline"))
+    exact, value = unit.mix(unit.base(x), unit.value(x), context), unit.value(x).to(dtype)
+    q, k, q_global, k_global = (role.to(dtype) for role in roles_of(unit, x))
+    bias = unit.position_bias(context.relative_index).to(dtype)
+    apart = quadratic_attention(q, k, value, bias[0], score_fn="relu2", divisor=divisor)
+    apart = apart + linear_attention(q_global, k_global, value, global_fn="inline")
+    together = unit.to(dtype).mix(unit.base(x.to(dtype)), value, context)
+    assert together.dtype == dtype
+    assert (together - exact).norm() <= 2 * (apart - exact).norm()
+
+
 UNITS = {
     "mixed": (MixedChunkUnit, {"global_fn": "inline"}),
     "mixed, plain": (MixedChunkUnit, {"global_fn": "plain", "divisor": "inside"}),
@@ -156,7 +184,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 8])
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+@pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("kind", UNITS)
 def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, height, width, rotary_dim):
     x, context = tokens_of(height, width, rotary_dim=rotary_dim)
@@ -178,7 +206,7 @@ def test_recomputing_path_equals_autograd_in_values_and_all_gradients(kind, heig
     torch.testing.assert_close(results[2][0], results[0][0])
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (6, 3), (7, 5)])
+@pytest.mark.parametrize(("height", "width"), SIZES)
 @pytest.mark.parametrize("kind", UNITS)
 def test_every_form_of_a_block_equals_autograd_in_values_and_all_gradients(kind, height, width, monkeypatch):
     x, context = tokens_of(height, width)
@@ -379,9 +407,10 @@ def test_inference_works_under_vmap_as_in_ensembles():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("height", "width"), [(3, 4), (7, 5)])
 @pytest.mark.parametrize("kind", UNITS)
-def test_inference_under_autocast_equals_the_modules_called_one_by_one(kind, dtype):
-    x, context = tokens_of(7, 5)
+def test_inference_under_autocast_equals_the_modules_called_one_by_one(kind, height, width, dtype):
+    x, context = tokens_of(height, width)
     cls, how = UNITS[kind]
     unit = randomised(cls(DIM, qk_dim=8, bias_window=(3, 3), **how)).float()
     with torch.no_grad():
