@@ -217,7 +217,7 @@ def global_product(queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tenso
 
 
 def joint_weights(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """A + q~ k~^T where one window holds all tokens: both branches weigh the same pairs, one product with V does for both.
+    """A + q~ k~^T where one window holds all tokens: weights of both branches for one product with V.
 
     Args:
         weights: (B, heads, 1, P, P).

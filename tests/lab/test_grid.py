@@ -203,14 +203,15 @@ def test_the_vit_with_relative_positions_differs_in_nothing_else():
 def test_the_learning_rate_of_a_family_reaches_every_variant_of_it(write_grid):
     """A rate is edited in one place; a variant that did not follow would be compared unfairly."""
     library = yaml.safe_load((CONFIGS / "variants.yaml").read_text())
-    families = {"vit-timm": 0.11, "mixed": 0.12, "quad": 0.13}
+    families = {"vit-timm": 0.11, "mixed": 0.12, "quad": 0.13, "paper": 0.14}
     for name, lr in families.items():
         library[name]["lr"] = lr
-    others = {"paper", "pyramid", "swin", "efficientvit"}
+    others = {"pyramid", "swin", "efficientvit"}
     groups = {"all": {"question": "?", "variants": [name for name in library if name not in others]}}
     runs = load_grid(write_grid(variants=library, groups=groups)).runs()
     of_mixed = [run.label for run in runs if run.fields["lr"] == 0.12]
     assert {run.fields["lr"] for run in runs} == set(families.values())
     assert {"overlap", "local-overlap", "glu", "no-gate-softmax"} <= set(of_mixed)
     assert all(run.fields["lr"] == 0.11 for run in runs if run.label.startswith("vit"))
-    assert all(run.fields["lr"] == 0.13 for run in runs if run.label.startswith("quad"))
+    for family, lr in (("quad", 0.13), ("paper-qk16", 0.14)):
+        assert all(run.fields["lr"] == lr for run in runs if run.label.startswith(family))
