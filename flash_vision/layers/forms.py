@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import maybe_current_level
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from flash_vision.layers.projections import is_plain, is_plain_convolution, is_plain_norm, is_watched
 from flash_vision.layers.windows import TokenContext
 from flash_vision.ops.convolution import add_convolution_
 from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
+from flash_vision.ops.relu2 import is_transformed
 
 if TYPE_CHECKING:
     from flash_vision.layers.gau import GatedAttentionUnit
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 
 def eager_form(unit: GatedAttentionUnit) -> str:
     """Which fits: "train", "infer", or "" where modules, compilers or transforms must see the products."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
-        return ""
-    if maybe_current_level() is not None:
+    if is_transformed():
         return ""
     if not is_plain(unit.gate, unit.value, unit.base, unit.proj) or not is_plain_convolution(unit.value_conv):
         return ""

@@ -251,6 +251,8 @@ class MixedChunkUnit(GatedAttentionUnit):
         if self.has_local:
             weights = self._local_weights(roles[0], roles[1], parameters, context)
         if self.has_global:
+            if weights is not None and weights.shape[2] == 1:
+                return joint_weights(weights, roles[2], roles[3], global_fn=self.global_fn), None, None
             mask = context.key_mask
             queries, keys = linear_factors(
                 roles[-2].flatten(2, 3),
@@ -258,8 +260,6 @@ class MixedChunkUnit(GatedAttentionUnit):
                 mask.flatten() if mask is not None else None,
                 global_fn=self.global_fn,
             )
-            if weights is not None and weights.shape[2] == 1:
-                return joint_weights(weights, queries, keys), None, None
         return weights, queries, keys
 
 

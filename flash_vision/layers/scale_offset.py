@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 def scale_offset(base: Tensor, gamma: Tensor, beta: Tensor) -> List[Tensor]:
     """gamma_i * Z + beta_i for each row i: base (..., S), gamma and beta (roles, S), to a list of (..., S)."""
-    gammas, betas = gamma.to(base.dtype).unbind(0), beta.to(base.dtype).unbind(0)
-    return [torch.addcmul(b, base, g) for g, b in zip(gammas, betas)]  # noqa: B905 (TorchScript)
+    shape = [gamma.shape[0]] + [1] * (base.dim() - 1) + [gamma.shape[1]]
+    roles = torch.addcmul(beta.to(base.dtype).view(shape), base.unsqueeze(0), gamma.to(base.dtype).view(shape))
+    return list(roles.unbind(0))
 
 
 class ScaleOffset(nn.Module):

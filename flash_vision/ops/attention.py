@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from timm.models import register_notrace_function
 from torch import Tensor
 
+from flash_vision.ops.relu2 import relu2_scores, takes_relu2_scores
+
 SCORE_FNS = ("relu2", "laplace", "softmax")
 DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline")
@@ -37,6 +39,12 @@ def _is_slow(x: Tensor) -> bool:
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return (_SLOW_BFLOAT16 and dtype == torch.bfloat16) or (_SLOW_FLOAT16 and dtype == torch.float16)
+
+
+def _is_autocast(x: Tensor) -> bool:
+    if torch.jit.is_scripting() or x.is_meta:  # autocast does not know the meta device
+        return False
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def _is_compiling() -> bool:
@@ -148,7 +156,11 @@ def attention_weights(
         # relu(c s)^2 = c^2 relu(s)^2: the divisor goes into the product and needs no pass of its own
         root = num_keys**-0.5
         bias = None if attn_bias is None else attn_bias * root
-        weights = _scores(_similarity(q, k, bias, q.shape[-1] ** -0.5 * root), score_fn)
+        factor = q.shape[-1] ** -0.5 * root
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
+            if takes_relu2_scores(q, k, bias):
+                return relu2_scores(q, k, bias, factor)
+        weights = _scores(_similarity(q, k, bias, factor), score_fn)
     else:
         weights = _scores(_similarity(q, k, attn_bias, q.shape[-1] ** -0.5), score_fn)
         weights = weights if score_fn == "softmax" else weights / num_keys
@@ -216,20 +228,31 @@ def global_product(queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tenso
     return product(queries.to(v.dtype), key_value_summary(keys, v), out)
 
 
-def joint_weights(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def joint_weights(weights: Tensor, q: Tensor, k: Tensor, *, global_fn: str) -> Tensor:
     """A + q~ k~^T where one window holds all tokens: weights of both branches for one product with V.
 
     Args:
         weights: (B, heads, 1, P, P).
-        queries, keys: (B, heads, P, R), of `linear_factors`.
+        q, k: (B, heads, 1, P, S), of the global branch.
+        global_fn: as in `linear_factors`.
 
     Returns:
         (B, heads, 1, P, P), dtype of weights; summed in at least float32.
 
     Cost:
-        P R MACs a token, in place of the 2 R E of `global_product`.
+        P S MACs a token, in place of the 2 R E of `global_product`.
     """
-    return (weights + _wide_product(queries, keys.transpose(-2, -1)).unsqueeze(2)).to(weights.dtype)
+    share = 1 / k.shape[-2]
+    inline = global_fn == "inline"
+    if inline:
+        k = k - k.mean(-2, keepdim=True)
+    keys = k.transpose(-2, -1)
+    if k.shape[1] == 1 and k.dtype == weights.dtype and not _is_low(k.dtype) and not _is_autocast(k):
+        joint = torch.baddbmm(weights.flatten(0, 2), q.flatten(0, 2), keys.flatten(0, 2), alpha=share)
+        joint = joint.add_(share) if inline else joint
+        return joint.view(weights.shape)
+    joint = weights + _wide_product(q, keys) * share
+    return (joint + share if inline else joint).to(weights.dtype)
 
 
 def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:

@@ -19,10 +19,10 @@ GOLDEN = {
     "flash_quad_tiny": (5866240, 1482328320),
     "flash_quad_small": (22625728, 5103358464),
     "flash_quad_base": (88287040, 18616415232),
-    "flash_pyramid_nano": (3207578, 554610052),
-    "flash_pyramid_tiny": (28804320, 4267200836),
-    "flash_pyramid_small": (48565094, 8522765380),
-    "flash_pyramid_base": (87168054, 15161745220),
+    "flash_pyramid_nano": (3207578, 554600448),
+    "flash_pyramid_tiny": (28804320, 4267191232),
+    "flash_pyramid_small": (48565094, 8522755776),
+    "flash_pyramid_base": (87168054, 15161735616),
 }
 PEERS = {"tiny": "vit_tiny_patch16_224", "small": "vit_small_patch16_224", "base": "vit_base_patch16_224"}
 PEERS["large"] = "vit_large_patch16_224"

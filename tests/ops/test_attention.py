@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flash_vision.ops import reference
-from flash_vision.ops.attention import attention_weights, linear_attention, quadratic_attention
+from flash_vision.ops.attention import attention_weights, joint_weights, linear_attention, quadratic_attention
+from flash_vision.ops.relu2 import takes_relu2_scores
 
 SCORES = [("relu2", "inside"), ("relu2", "outside"), ("laplace", "inside"), ("laplace", "outside")]
 SCORES += [("softmax", "outside")]
@@ -41,6 +42,32 @@ def test_quadratic_attention_equals_reference(score_fn, divisor, length, padding
     mask = mask_of(padding, length)
     fast = quadratic_attention(*leaves, mask, **how)
     assert_same_values_and_gradients(fast, reference.quadratic_attention(*leaves, mask, **how), leaves)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("length", [1, 7, 49])
+def test_relu2_scores_with_gradients_by_hand_equal_reference(length, biased):
+    leaves = tensors((2, 1, 3, length, 8), (2, 1, 3, length, 8), (1, 1, length, length))[: 2 + biased]
+    bias = leaves[2] if biased else None
+    assert takes_relu2_scores(leaves[0], leaves[1], bias)
+    assert not takes_relu2_scores(leaves[0].half(), leaves[1].half(), bias)
+    fast = attention_weights(*leaves, score_fn="relu2", divisor="outside")
+    slow = reference.quadratic_weights(leaves[0], leaves[1], bias, None, "relu2", "outside")
+    assert_same_values_and_gradients(fast, slow, leaves)
+    with torch.no_grad():  # the other path
+        torch.testing.assert_close(attention_weights(*leaves, score_fn="relu2", divisor="outside"), fast.detach())
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("global_fn", ["plain", "inline"])
+def test_joint_weights_of_one_window_equal_reference(global_fn, heads):
+    leaves = tensors((2, heads, 1, 9, 9), (2, heads, 1, 9, 4), (2, heads, 1, 9, 4))
+    fast = joint_weights(*leaves, global_fn=global_fn)
+    slow = leaves[0] + reference.linear_weights(leaves[1], leaves[2], None, global_fn)
+    assert_same_values_and_gradients(fast, slow, leaves)
+    low = joint_weights(*(t.detach().bfloat16() for t in leaves), global_fn=global_fn)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.double(), slow.detach(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("padding", ["all real", "half padded"])

@@ -50,7 +50,7 @@ def test_the_profiler_leaves_the_attention_functions_as_they_were():
 
 def test_the_floor_replays_every_product_with_weights():
     model, images = _model("test_vit", 160)
-    floor = dense_floor(model, images, Case(img_size=160), rounds=3)
+    floor = dense_floor(model, images, Case(img_size=160), rounds=25)
     linears = sum(isinstance(m, (nn.Linear, nn.Conv2d)) for m in model.modules())
     assert floor.products == linears
     assert floor.ratio > 1
