@@ -15,7 +15,7 @@ from flash_vision.layers.projections import is_plain, is_plain_convolution, is_p
 from flash_vision.layers.windows import TokenContext
 from flash_vision.ops.convolution import add_convolution_
 from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
-from flash_vision.ops.relu2 import is_transformed
+from flash_vision.ops.scores import is_transformed
 
 if TYPE_CHECKING:
     from flash_vision.layers.gau import GatedAttentionUnit

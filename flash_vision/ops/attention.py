@@ -16,12 +16,16 @@ import torch.nn.functional as F
 from timm.models import register_notrace_function
 from torch import Tensor
 
-from flash_vision.ops.relu2 import relu2_scores, takes_relu2_scores
+from flash_vision.ops.scores import scores_by_hand, takes_scores_by_hand
 
 SCORE_FNS = ("relu2", "laplace", "softmax")
 DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline")
 
+
+# mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
+_LAPLACE_MEAN = math.sqrt(0.5)
+_LAPLACE_SLOPE = math.sqrt(2 * math.pi)
 
 # CPUs without instructions for them: torch's products then take several times as long as in float32
 _HAS_MKLDNN = torch.backends.mkldnn.is_available()
@@ -97,8 +101,8 @@ def _scores(similarity: Tensor, score_fn: str) -> Tensor:
             return F.relu(similarity).square()
         kept = similarity.relu_()
         return kept.mul_(kept)
-    # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
-    return 0.5 + 0.5 * torch.erf((similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi))
+    similarity = (similarity - _LAPLACE_MEAN) * _LAPLACE_SLOPE
+    return similarity.erf_().add_(1).mul_(0.5) if not torch.is_grad_enabled() else 0.5 + 0.5 * torch.erf(similarity)
 
 
 def _masked_weights(
@@ -158,12 +162,19 @@ def attention_weights(
         bias = None if attn_bias is None else attn_bias * root
         factor = q.shape[-1] ** -0.5 * root
         if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
-            if takes_relu2_scores(q, k, bias):
-                return relu2_scores(q, k, bias, factor)
+            if takes_scores_by_hand(q, k, bias):
+                return scores_by_hand(q, k, bias, factor, score_fn="relu2")
         weights = _scores(_similarity(q, k, bias, factor), score_fn)
+    elif score_fn == "laplace":
+        factor = q.shape[-1] ** -0.5
+        if not torch.jit.is_scripting() and attn_bias is not None:
+            # mean and slope go into the product and need no passes of their own
+            bias = (attn_bias - _LAPLACE_MEAN) * _LAPLACE_SLOPE
+            if takes_scores_by_hand(q, k, bias):
+                return scores_by_hand(q, k, bias, factor * _LAPLACE_SLOPE, score_fn="laplace", share=1 / num_keys)
+        weights = _scores(_similarity(q, k, attn_bias, factor), score_fn) / num_keys
     else:
         weights = _scores(_similarity(q, k, attn_bias, q.shape[-1] ** -0.5), score_fn)
-        weights = weights if score_fn == "softmax" else weights / num_keys
     # the weights of divisor "inside" may lie near 1e-11, which float16 does not hold
     return weights if inside and weights.dtype == torch.float32 else weights.to(q.dtype)
 

@@ -7,7 +7,7 @@ import torch
 
 from flash_vision.ops import reference
 from flash_vision.ops.attention import attention_weights, joint_weights, linear_attention, quadratic_attention
-from flash_vision.ops.relu2 import takes_relu2_scores
+from flash_vision.ops.scores import takes_scores_by_hand
 
 SCORES = [("relu2", "inside"), ("relu2", "outside"), ("laplace", "inside"), ("laplace", "outside")]
 SCORES += [("softmax", "outside")]
@@ -46,16 +46,17 @@ def test_quadratic_attention_equals_reference(score_fn, divisor, length, padding
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("length", [1, 7, 49])
-def test_relu2_scores_with_gradients_by_hand_equal_reference(length, biased):
+@pytest.mark.parametrize("score_fn", ["relu2", "laplace"])
+def test_scores_with_gradients_by_hand_equal_reference(score_fn, length, biased):
     leaves = tensors((2, 1, 3, length, 8), (2, 1, 3, length, 8), (1, 1, length, length))[: 2 + biased]
     bias = leaves[2] if biased else None
-    assert takes_relu2_scores(leaves[0], leaves[1], bias)
-    assert not takes_relu2_scores(leaves[0].half(), leaves[1].half(), bias)
-    fast = attention_weights(*leaves, score_fn="relu2", divisor="outside")
-    slow = reference.quadratic_weights(leaves[0], leaves[1], bias, None, "relu2", "outside")
+    assert takes_scores_by_hand(leaves[0], leaves[1], bias)
+    assert not takes_scores_by_hand(leaves[0].half(), leaves[1].half(), bias)
+    fast = attention_weights(*leaves, score_fn=score_fn, divisor="outside")
+    slow = reference.quadratic_weights(leaves[0], leaves[1], bias, None, score_fn, "outside")
     assert_same_values_and_gradients(fast, slow, leaves)
     with torch.no_grad():  # the other path
-        torch.testing.assert_close(attention_weights(*leaves, score_fn="relu2", divisor="outside"), fast.detach())
+        torch.testing.assert_close(attention_weights(*leaves, score_fn=score_fn, divisor="outside"), fast.detach())
 
 
 @pytest.mark.parametrize("heads", [1, 2])
