@@ -119,7 +119,10 @@ def flash_gau_small_paper(pretrained: bool = False, **kwargs) -> FlashGAU:
 def flash_quad_tiny(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Quadratic gated attention units (FLASH-Quad) at the width of vit_tiny_patch16_224 and twice its depth."""
     return _create(
-        "flash_quad_tiny", pretrained, dict(unit="quadratic", embed_dim=192, qk_dim=32, window_size=14), kwargs
+        "flash_quad_tiny",
+        pretrained,
+        dict(unit="quadratic", score_fn="laplace", embed_dim=192, qk_dim=32, window_size=14),
+        kwargs,
     )
 
 
@@ -127,7 +130,10 @@ def flash_quad_tiny(pretrained: bool = False, **kwargs) -> FlashGAU:
 def flash_quad_small(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Quadratic gated attention units (FLASH-Quad) at the width of vit_small_patch16_224 and twice its depth."""
     return _create(
-        "flash_quad_small", pretrained, dict(unit="quadratic", embed_dim=384, qk_dim=64, window_size=14), kwargs
+        "flash_quad_small",
+        pretrained,
+        dict(unit="quadratic", score_fn="laplace", embed_dim=384, qk_dim=64, window_size=14),
+        kwargs,
     )
 
 
@@ -135,5 +141,8 @@ def flash_quad_small(pretrained: bool = False, **kwargs) -> FlashGAU:
 def flash_quad_base(pretrained: bool = False, **kwargs) -> FlashGAU:
     """Quadratic gated attention units (FLASH-Quad) at the width of vit_base_patch16_224 and twice its depth."""
     return _create(
-        "flash_quad_base", pretrained, dict(unit="quadratic", embed_dim=768, qk_dim=96, window_size=14), kwargs
+        "flash_quad_base",
+        pretrained,
+        dict(unit="quadratic", score_fn="laplace", embed_dim=768, qk_dim=96, window_size=14),
+        kwargs,
     )

@@ -23,10 +23,6 @@ DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline")
 
 
-# mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
-_LAPLACE_MEAN = math.sqrt(0.5)
-_LAPLACE_SLOPE = math.sqrt(2 * math.pi)
-
 # CPUs without instructions for them: torch's products then take several times as long as in float32
 _HAS_MKLDNN = torch.backends.mkldnn.is_available()
 _SLOW_BFLOAT16 = _HAS_MKLDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -101,7 +97,8 @@ def _scores(similarity: Tensor, score_fn: str) -> Tensor:
             return F.relu(similarity).square()
         kept = similarity.relu_()
         return kept.mul_(kept)
-    similarity = (similarity - _LAPLACE_MEAN) * _LAPLACE_SLOPE
+    # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
+    similarity = (similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi)
     return similarity.erf_().add_(1).mul_(0.5) if not torch.is_grad_enabled() else 0.5 + 0.5 * torch.erf(similarity)
 
 
@@ -167,11 +164,9 @@ def attention_weights(
         weights = _scores(_similarity(q, k, bias, factor), score_fn)
     elif score_fn == "laplace":
         factor = q.shape[-1] ** -0.5
-        if not torch.jit.is_scripting() and attn_bias is not None:
-            # mean and slope go into the product and need no passes of their own
-            bias = (attn_bias - _LAPLACE_MEAN) * _LAPLACE_SLOPE
-            if takes_scores_by_hand(q, k, bias):
-                return scores_by_hand(q, k, bias, factor * _LAPLACE_SLOPE, score_fn="laplace", share=1 / num_keys)
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
+            if takes_scores_by_hand(q, k, attn_bias):
+                return scores_by_hand(q, k, attn_bias, factor, score_fn="laplace", share=1 / num_keys)
         weights = _scores(_similarity(q, k, attn_bias, factor), score_fn) / num_keys
     else:
         weights = _scores(_similarity(q, k, attn_bias, q.shape[-1] ** -0.5), score_fn)

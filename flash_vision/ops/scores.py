@@ -33,7 +33,7 @@ def takes_scores_by_hand(q: Tensor, k: Tensor, attn_bias: Tensor | None) -> bool
 def scores_by_hand(
     q: Tensor, k: Tensor, attn_bias: Tensor | None, factor: float, *, score_fn: str, share: float = 1.0
 ) -> Tensor:
-    """share * f(factor * q k^T + bias), f(x) = relu(x)^2 for "relu2" and (1 + erf x) / 2 for "laplace".
+    """share * f(factor * q k^T + bias) with f of "relu2" or "laplace", see `attention.attention_weights`.
 
     One pass over the scores in the backward pass for relu2, where autograd takes four, and four for laplace in place
     of eleven.
@@ -51,6 +51,12 @@ def scores_by_hand(
         M S MACs a token.
     """
     bias = None if attn_bias is None else attn_bias.reshape(q.shape[3], k.shape[3])
+    if score_fn == "laplace":
+        # (1 + erf(sqrt(2 pi) (s - sqrt(1/2)))) / 2: mean and slope go into the product
+        slope = math.sqrt(2 * math.pi)
+        shift = -math.sqrt(0.5) * slope
+        bias = q.new_full((1, 1), shift) if bias is None else bias * slope + shift
+        factor *= slope
     scores = _Scores.apply(q.flatten(0, 2), k.flatten(0, 2), bias, factor, score_fn == "relu2", share)
     assert isinstance(scores, Tensor)
     return scores.view(q.shape[0], 1, q.shape[2], q.shape[3], k.shape[3])

@@ -150,7 +150,16 @@ def test_every_ablation_changes_the_output(ablation):
 def test_one_window_of_local_attention_is_the_quadratic_model():
     how = {"depth": 2, "num_classes": 5, "window_size": 8, "qk_dim": 32, "value_conv": False}
     mixed = build("flash_gau_pico", branches="local", **how)
-    quad = build("flash_quad_tiny", img_size=32, patch_size=4, embed_dim=128, depth=2, num_classes=5, window_size=8)
+    quad = build(
+        "flash_quad_tiny",
+        img_size=32,
+        patch_size=4,
+        embed_dim=128,
+        depth=2,
+        num_classes=5,
+        window_size=8,
+        score_fn="relu2",
+    )
     quad.load_state_dict(mixed.state_dict())
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(mixed(x), quad(x))
