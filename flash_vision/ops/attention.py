@@ -99,7 +99,7 @@ def _scores(similarity: Tensor, score_fn: str) -> Tensor:
         return kept.mul_(kept)
     # mu = sqrt(1/2), and 1 / (sigma sqrt 2) = sqrt(2 pi) with sigma = sqrt(1 / (4 pi)) (2209.10655)
     similarity = (similarity - math.sqrt(0.5)) * math.sqrt(2 * math.pi)
-    return similarity.erf_().add_(1).mul_(0.5) if not torch.is_grad_enabled() else 0.5 + 0.5 * torch.erf(similarity)
+    return 0.5 + 0.5 * torch.erf(similarity)
 
 
 def _masked_weights(
@@ -116,6 +116,24 @@ def _masked_weights(
     # every score function is exactly zero at -inf; laplace(0) is not
     weights = _scores(similarity.masked_fill(~key_mask[..., None, :], -math.inf), score_fn)
     return weights if inside or score_fn == "softmax" else weights / num_keys
+
+
+def _laplace_weights(q: Tensor, k: Tensor, attn_bias: Optional[Tensor]) -> Tensor:
+    """laplace with the divisor outside."""
+    factor, num_keys = q.shape[-1] ** -0.5, k.shape[-2]
+    if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
+        if takes_scores_by_hand(q, k, attn_bias):
+            return scores_by_hand(q, k, attn_bias, factor, score_fn="laplace", share=1 / num_keys)
+    # mean and slope of `_scores` go into the product; not where that would round them, a mean beside small scores
+    slope = math.sqrt(2 * math.pi)
+    shift = -math.sqrt(0.5) * slope
+    if attn_bias is None or _is_low(q.dtype):
+        similarity = _similarity(q, k, attn_bias, factor) * slope + shift
+    else:
+        similarity = _similarity(q, k, attn_bias * slope + shift, factor * slope)
+    if torch.is_grad_enabled():
+        return (1 + torch.erf(similarity)) * (0.5 / num_keys)
+    return similarity.erf_().add_(1).mul_(0.5 / num_keys)
 
 
 def attention_weights(
@@ -163,11 +181,7 @@ def attention_weights(
                 return scores_by_hand(q, k, bias, factor, score_fn="relu2")
         weights = _scores(_similarity(q, k, bias, factor), score_fn)
     elif score_fn == "laplace":
-        factor = q.shape[-1] ** -0.5
-        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
-            if takes_scores_by_hand(q, k, attn_bias):
-                return scores_by_hand(q, k, attn_bias, factor, score_fn="laplace", share=1 / num_keys)
-        weights = _scores(_similarity(q, k, attn_bias, factor), score_fn) / num_keys
+        weights = _laplace_weights(q, k, attn_bias)
     else:
         weights = _scores(_similarity(q, k, attn_bias, q.shape[-1] ** -0.5), score_fn)
     # the weights of divisor "inside" may lie near 1e-11, which float16 does not hold
