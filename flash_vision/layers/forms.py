@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flash_vision.layers.projections import is_plain, is_plain_convolution, is_plain_norm, is_watched
 from flash_vision.layers.windows import TokenContext
+from flash_vision.ops.arithmetic import is_autocast, is_transformed
 from flash_vision.ops.convolution import add_convolution_
 from flash_vision.ops.gated import Factors, apply_factors, gated_unit, shared_buffer
-from flash_vision.ops.scores import is_transformed
 
 if TYPE_CHECKING:
     from flash_vision.layers.gau import GatedAttentionUnit
@@ -78,7 +78,7 @@ def infer(unit: GatedAttentionUnit, x: Tensor, context: TokenContext, *, onto: T
     """
     batch, windows, tokens, dim = x.shape
     dtype, device = x.dtype, x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device):  # which does not know the meta device
+    if is_autocast(x):
         dtype = torch.get_autocast_dtype(device)
     flat = x.to(dtype).flatten(0, 2)
     inner, mixed = (shared_buffer(context.buffers, name, flat, unit.value.out_features) for name in ("inner", "mixed"))
@@ -104,7 +104,7 @@ def add_onto(unit: GatedAttentionUnit, x: Tensor, normed: Tensor, context: Token
     """x + unit(normed), written over x where gradients, dtypes, compilers and hooks allow it."""
     dtypes = {x.dtype, normed.dtype, unit.proj.weight.dtype}
     in_place = eager_form(unit) == "infer" and not is_watched(unit) and len(dtypes) == 1 and x.is_contiguous()
-    if in_place and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+    if in_place and not is_autocast(x):
         return infer(unit, normed, context, onto=x)
     return x + unit(normed, context)
 

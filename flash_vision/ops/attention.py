@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from timm.models import register_notrace_function
 from torch import Tensor
 
+from flash_vision.ops.arithmetic import is_autocast, is_compiling, is_low, is_slow, product, wide_product
 from flash_vision.ops.scores import scores_by_hand, takes_scores_by_hand
 
 SCORE_FNS = ("relu2", "laplace", "softmax")
@@ -23,68 +24,16 @@ DIVISORS = ("inside", "outside")
 GLOBAL_FNS = ("plain", "inline")
 
 
-# CPUs without instructions for them: torch's products then take several times as long as in float32
-_HAS_MKLDNN = torch.backends.mkldnn.is_available()
-_SLOW_BFLOAT16 = _HAS_MKLDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-_SLOW_FLOAT16 = _HAS_MKLDNN and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
-def _is_low(dtype: torch.dtype) -> bool:
-    return dtype == torch.float16 or dtype == torch.bfloat16
-
-
-def _is_slow(x: Tensor) -> bool:
-    """Whether a product of x, under autocast if that is on, is faster in float32: its sums are float32 in any case."""
-    if torch.jit.is_scripting() or not x.is_cpu:
-        return False
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    return (_SLOW_BFLOAT16 and dtype == torch.bfloat16) or (_SLOW_FLOAT16 and dtype == torch.float16)
-
-
-def _is_autocast(x: Tensor) -> bool:
-    if torch.jit.is_scripting() or x.is_meta:  # autocast does not know the meta device
-        return False
-    return torch.is_autocast_enabled(x.device.type)
-
-
-def _is_compiling() -> bool:
-    return False if torch.jit.is_scripting() else torch.compiler.is_compiling()
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in at least float32, whatever autocast says."""
-    wide = torch.promote_types(b.dtype, torch.float32)
-    if torch.jit.is_scripting() or b.is_meta:
-        return torch.matmul(a.to(wide), b.to(wide))
-    with torch.autocast(b.device.type, enabled=False):
-        return torch.matmul(a.to(wide), b.to(wide))
-
-
-def product(a: Tensor, b: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """a b for equally many leading axes, in the arithmetic that is fastest for their dtype.
-
-    `out` is memory for the result, contiguous, of its size and dtype, that a product without gradients may use.
-    """
-    if _is_slow(a):
-        wide = _wide_product(a, b)
-        return wide.to(a.dtype) if out is None else out.view_as(wide).copy_(wide)
-    if out is None:
-        return torch.matmul(a, b)
-    result = out.view(a.shape[:-1] + b.shape[-1:])
-    torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=result.flatten(0, -3))
-    return result
-
-
 def _similarity(q: Tensor, k: Tensor, attn_bias: Optional[Tensor], factor: float) -> Tensor:
     """factor * (q k^T) + bias: (..., M, M), float32 where q is float16 or bfloat16."""
-    if attn_bias is not None and q.dim() == 5 and q.shape[1] == 1 and q.dtype == attn_bias.dtype and not _is_slow(q):
+    if attn_bias is not None and q.dim() == 5 and q.shape[1] == 1 and q.dtype == attn_bias.dtype and not is_slow(q):
         # one head: all windows are one batch, the bias is broadcast over it, and no pass over the scores is needed
         bias = attn_bias.expand(q.shape[0], 1, q.shape[2], q.shape[3], q.shape[3]).flatten(0, 2)
         similarity = torch.baddbmm(bias, q.flatten(0, 2), k.flatten(0, 2).transpose(1, 2), alpha=factor)
         similarity = similarity.unflatten(0, (q.shape[0], 1, q.shape[2]))
-        return similarity.float() if _is_low(similarity.dtype) else similarity
+        return similarity.float() if is_low(similarity.dtype) else similarity
     similarity = product(q if factor == 1.0 else q * factor, k.transpose(-2, -1))
-    if _is_low(similarity.dtype):
+    if is_low(similarity.dtype):
         similarity = similarity.float()
     return similarity if attn_bias is None else similarity + attn_bias
 
@@ -120,20 +69,21 @@ def _masked_weights(
 
 def _laplace_weights(q: Tensor, k: Tensor, attn_bias: Optional[Tensor]) -> Tensor:
     """laplace with the divisor outside."""
-    factor, num_keys = q.shape[-1] ** -0.5, k.shape[-2]
-    if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
-        if takes_scores_by_hand(q, k, attn_bias):
-            return scores_by_hand(q, k, attn_bias, factor, score_fn="laplace", share=1 / num_keys)
-    # mean and slope of `_scores` go into the product; not where that would round them, a mean beside small scores
+    factor, share = q.shape[-1] ** -0.5, 1 / k.shape[-2]
     slope = math.sqrt(2 * math.pi)
     shift = -math.sqrt(0.5) * slope
-    if attn_bias is None or _is_low(q.dtype):
+    if is_low(q.dtype):
         similarity = _similarity(q, k, attn_bias, factor) * slope + shift
     else:
-        similarity = _similarity(q, k, attn_bias * slope + shift, factor * slope)
+        # mean and slope of `_scores` go into the product; low precision would round the mean beside small scores
+        bias = q.new_full((1, 1), shift) if attn_bias is None else attn_bias * slope + shift
+        if not torch.jit.is_scripting():  # noqa: SIM102 (TorchScript)
+            if takes_scores_by_hand(q, k, bias):
+                return scores_by_hand(q, k, bias, factor * slope, score_fn="laplace", share=share)
+        similarity = _similarity(q, k, bias, factor * slope)
     if torch.is_grad_enabled():
-        return (1 + torch.erf(similarity)) * (0.5 / num_keys)
-    return similarity.erf_().add_(1).mul_(0.5 / num_keys)
+        return (1 + torch.erf(similarity)) * (0.5 * share)
+    return similarity.erf_().add_(1).mul_(0.5 * share)
 
 
 def attention_weights(
@@ -227,7 +177,7 @@ def local_product(weights: Tensor, v: Tensor, out: Optional[Tensor] = None) -> T
     `out` as in `product`.
     """
     if v.dtype == torch.float16 and weights.dtype == torch.float32:
-        return _wide_product(weights, v).to(v.dtype)
+        return wide_product(weights, v).to(v.dtype)
     return product(weights.to(v.dtype), v, out)
 
 
@@ -236,7 +186,7 @@ def key_value_summary(keys: Tensor, v: Tensor) -> Tensor:
     if v.dtype == torch.bfloat16 and not v.is_cuda:
         # the CPU's bfloat16 product sums in float32 and rounds once
         return product(keys.to(v.dtype).transpose(-2, -1), v)
-    return _wide_product(keys.transpose(-2, -1), v).to(v.dtype)
+    return wide_product(keys.transpose(-2, -1), v).to(v.dtype)
 
 
 def global_product(queries: Tensor, keys: Tensor, v: Tensor, out: Optional[Tensor] = None) -> Tensor:
@@ -267,11 +217,11 @@ def joint_weights(weights: Tensor, q: Tensor, k: Tensor, *, global_fn: str) -> T
     if inline:
         k = k - k.mean(-2, keepdim=True)
     keys = k.transpose(-2, -1)
-    if k.shape[1] == 1 and k.dtype == weights.dtype and not _is_low(k.dtype) and not _is_autocast(k):
+    if k.shape[1] == 1 and k.dtype == weights.dtype and not is_low(k.dtype) and not is_autocast(k):
         joint = torch.baddbmm(weights.flatten(0, 2), q.flatten(0, 2), keys.flatten(0, 2), alpha=share)
         joint = joint.add_(share) if inline else joint
         return joint.view(weights.shape)
-    joint = weights + _wide_product(q, keys) * share
+    joint = weights + wide_product(q, keys) * share
     return (joint + share if inline else joint).to(weights.dtype)
 
 
@@ -293,7 +243,7 @@ def mixed_product(weights: Tensor, queries: Tensor, keys: Tensor, v: Tensor, out
     mixed = global_product(queries, keys, v.flatten(2, 3), out)
     # a compiler puts the sum into the product with the gate, where baddbmm would copy what it adds onto
     alone = v.shape[1] == 1 and weights.dtype == v.dtype and mixed.dtype == v.dtype
-    if not alone or _is_slow(v) or _is_compiling():
+    if not alone or is_slow(v) or is_compiling():
         return mixed.unflatten(2, (v.shape[2], v.shape[3])) + local_product(weights, v)
     mixed = mixed.reshape(v.shape[0] * v.shape[2], v.shape[3], v.shape[4])
     weights, values = weights.flatten(0, 2), v.flatten(0, 2)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product, product
+from flash_vision.ops.arithmetic import is_autocast, product
+from flash_vision.ops.attention import global_product, key_value_summary, local_product, mixed_product
 from flash_vision.ops.convolution import add_convolution_, add_convolution_gradient_
 from flash_vision.ops.windows import WindowLayout
 
@@ -171,7 +172,7 @@ class _GatedUnit(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         ctx.dtype, ctx.autocast = x.dtype, nullcontext()
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # which does not know the meta device
+        if is_autocast(x):
             ctx.dtype = torch.get_autocast_dtype(x.device.type)
             ctx.autocast = torch.autocast(x.device.type, ctx.dtype)
         ctx.how = how

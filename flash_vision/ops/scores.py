@@ -7,40 +7,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
 from torch.autograd.function import once_differentiable
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-
-def is_transformed() -> bool:
-    """Whether a compiler, a tracer or a transform of torch.func runs the code, which must see plain operations."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
-        return True
-    return maybe_current_level() is not None
+from flash_vision.ops.arithmetic import is_autocast, is_transformed
 
 
 def takes_scores_by_hand(q: Tensor, k: Tensor, attn_bias: Tensor | None) -> bool:
     """Whether `scores_by_hand` fits: gradients, five axes with one head, float32 or float64, one bias for all."""
     if not torch.is_grad_enabled() or is_transformed() or q.dim() != 5 or q.shape[1] != 1:
         return False
-    if q.dtype not in (torch.float32, torch.float64) or k.dtype != q.dtype:
+    if q.dtype not in (torch.float32, torch.float64) or k.dtype != q.dtype or is_autocast(q):
         return False
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        return False
-    return attn_bias is None or (attn_bias.dtype == q.dtype and attn_bias.numel() == q.shape[3] * k.shape[3])
+    return attn_bias is None or (attn_bias.dtype == q.dtype and attn_bias.numel() == math.prod(attn_bias.shape[-2:]))
 
 
 def scores_by_hand(
     q: Tensor, k: Tensor, attn_bias: Tensor | None, factor: float, *, score_fn: str, share: float = 1.0
 ) -> Tensor:
-    """share * f(factor * q k^T + bias) with f of "relu2" or "laplace", see `attention.attention_weights`.
+    """share * f(factor * q k^T + bias), f(x) = relu(x)^2 for "relu2", (1 + erf x) / 2 for "laplace".
 
-    One pass over the scores in the backward pass for relu2, where autograd takes four, and four for laplace in place
-    of eleven.
+    The backward pass has one pass over the scores for relu2, where autograd takes four, and four for laplace.
 
     Args:
         q, k: (B, 1, G, M, S).
-        attn_bias: M * M values, or None.
+        attn_bias: (..., M, M) or (1, 1), one for all windows, or None.
         factor: of the products.
         share: of the scores.
 
@@ -50,13 +40,7 @@ def scores_by_hand(
     Cost:
         M S MACs a token.
     """
-    bias = None if attn_bias is None else attn_bias.reshape(q.shape[3], k.shape[3])
-    if score_fn == "laplace":
-        # (1 + erf(sqrt(2 pi) (s - sqrt(1/2)))) / 2: mean and slope go into the product
-        slope = math.sqrt(2 * math.pi)
-        shift = -math.sqrt(0.5) * slope
-        bias = q.new_full((1, 1), shift) if bias is None else bias * slope + shift
-        factor *= slope
+    bias = None if attn_bias is None else attn_bias.reshape(attn_bias.shape[-2:])
     scores = _Scores.apply(q.flatten(0, 2), k.flatten(0, 2), bias, factor, score_fn == "relu2", share)
     assert isinstance(scores, Tensor)
     return scores.view(q.shape[0], 1, q.shape[2], q.shape[3], k.shape[3])
