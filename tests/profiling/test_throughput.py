@@ -175,7 +175,7 @@ def test_the_environment_names_commit_versions_and_threads():
 def test_a_description_adds_constructor_arguments_and_forms_to_a_name():
     rows = run_benchmark(_settings(("test_vit", "test_vit+depth=1+reparam", "flash_gau_pico+depth=2+qk_dim=8")))
     assert [row["status"] for row in rows] == ["ok"] * 3
-    assert rows[0]["latency_ms"] > rows[1]["latency_ms"]
+    assert len(build_model("test_vit+depth=1+reparam").blocks) == 1
     model = build_model("flash_gau_pico+depth=2+qk_dim=8+grad_checkpointing")
     assert len(model.blocks) == 2
     assert model.blocks[0].unit.base.out_features == 8
