@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import shutil
 import tarfile
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -84,14 +84,18 @@ def prepare_images(images: Images, data_root: str | Path, output: str | Path) ->
         unknown = sorted(_by_class(splits["test"]).keys() ^ training.keys())
         if unknown:
             raise ValueError(f"images: class {unknown[0]} is in one of the training and the test files only")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        written = Path(temporary) / folder.name
+        written.mkdir()
         for split, names in splits.items():
-            _write(temporary / f"{split}.tar", tests if split == "test" else sources, set(names))
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            _write(written / f"{split}.tar", tests if split == "test" else sources, set(names))
+        try:
+            os.replace(written, folder)
+        except OSError:
+            # Another grid may have made the same images meanwhile: the name is a hash of what they are made of.
+            if not folder.is_dir():
+                raise
     return folder
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flash_vision.lab import images as lab_images
 from flash_vision.lab.images import Images, prepare_images
 
 
@@ -61,6 +62,22 @@ def test_a_prepared_folder_is_used_again(data_root, tmp_path):
     assert prepare_images(images, data_root, tmp_path) == folder
     assert (folder / "train.tar").stat().st_mtime_ns == before
     assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+
+
+def test_two_grids_can_make_the_same_images_at_the_same_time(data_root, tmp_path, monkeypatch):
+    images = Images(train=["noise/*-train.tar"], classes=3, validation_per_class=8)
+    write = lab_images._write
+    folders = []
+
+    def write_while_another_grid_starts_and_ends(*arguments):
+        monkeypatch.undo()
+        folders.append(prepare_images(images, data_root, tmp_path))
+        write(*arguments)
+
+    monkeypatch.setattr(lab_images, "_write", write_while_another_grid_starts_and_ends)
+    assert prepare_images(images, data_root, tmp_path) == folders[0]
+    assert len(names(folders[0] / "train.tar")) == 66
+    assert [entry.name for entry in tmp_path.iterdir()] == [folders[0].name]
 
 
 @pytest.mark.parametrize(
